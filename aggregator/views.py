@@ -1,0 +1,64 @@
+"""Views that several detectors share, over the raw tables of a run. SQL only; everything else stays in one detector.
+
+`store` and the row-level tests create the same views, so a detector sees one shape of data wherever it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import duckdb
+
+# One row per tensor, stage and watched step: the lists of param, grad and buffer unfolded and named.
+REPLICA: Final = """
+CREATE OR REPLACE VIEW replica AS
+WITH flat AS (
+    SELECT 'param' AS source, stage, rank, attempt, pid, step, generation, nonfinite,
+           unnest(CASE WHEN len(tensors) = 0 THEN range(len(digest)) ELSE tensors END) AS index,
+           unnest(l2) AS l2, unnest(digest) AS digest, TRUE AS valid
+    FROM param
+    UNION ALL
+    SELECT 'grad', stage, rank, attempt, pid, step, generation, nonfinite,
+           unnest(CASE WHEN len(tensors) = 0 THEN range(len(l2)) ELSE tensors END),
+           unnest(l2), CASE WHEN len(digest) = 0 THEN NULL ELSE unnest(digest) END, valid
+    FROM grad
+    UNION ALL
+    SELECT 'buffer', stage, rank, attempt, pid, step, generation, []::BIGINT[],
+           unnest(tensors), NULL, unnest(digest), TRUE
+    FROM buffer
+)
+SELECT f.source, f.stage, f.rank, f.attempt, f.step, t.model || ':' || t.name AS key, t.name, t.model, t.model_type,
+       t.shape, t.dtype, t.numel, t.trainable, t.optimizer, t.sharing, t.peers, t.broadcast, t.index,
+       f.l2, f.digest, f.valid, list_contains(f.nonfinite, f.index) AS bad
+FROM flat f JOIN tensor t USING (rank, attempt, pid, generation, index)
+"""
+
+# A pass over a loader feeds training when backward ran between most of its fetches; evaluation never does.
+TRAINING_PASS: Final = """
+CREATE OR REPLACE VIEW training_pass AS
+WITH next AS (
+    SELECT rank, attempt, pid, loader, iterator, "end",
+           lead(backwards) OVER (PARTITION BY rank, attempt, pid, loader, iterator ORDER BY seq) > backwards AS fed
+    FROM batch
+)
+SELECT rank, attempt, pid, loader, iterator, count(*) FILTER (WHERE fed) AS fed_batches, count(*) AS batches,
+       bool_or("end" = 'StopIteration') AS whole
+FROM next GROUP BY ALL
+HAVING count(*) FILTER (WHERE fed) * 2 >= count(*) FILTER (WHERE "end" = '' AND fed IS NOT NULL)
+   AND count(*) FILTER (WHERE fed) > 0
+"""
+
+TRAINING_BATCH: Final = """
+CREATE OR REPLACE VIEW training_batch AS
+SELECT b.*, p.whole
+FROM batch b JOIN training_pass p USING (rank, attempt, pid, loader, iterator)
+WHERE b."end" = ''
+"""
+
+VIEWS: Final = (REPLICA, TRAINING_PASS, TRAINING_BATCH)
+
+
+def create_views(connection: duckdb.DuckDBPyConnection) -> None:
+    """Create the shared views; the raw tables must exist, empty ones included."""
+    for sql in VIEWS:
+        connection.execute(sql)

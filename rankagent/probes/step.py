@@ -1,0 +1,21 @@
+"""One row per optimizer-step boundary.
+
+Writes    step
+Costs     one record a step
+Blind to  training loops that never call backward through torch
+"""
+
+from __future__ import annotations
+
+from ..tables import Column, Table
+
+TABLE = Table("step", (
+    Column("optimizers", "int32", "", "optimizers that stepped in it"),
+    Column("backwards", "int32", "", "outermost backward calls since the last boundary"),
+    Column("skipped", "bool", "", "a loss scaler left the update out"),
+    Column("inferred", "bool", "", "no torch optimizer stepped: boundary inferred from the next backward"),
+    Column("watched", "bool", "", "the heavy passes ran in this step"),
+    Column("cadence", "int32", "", "heavy passes run every this many steps; 1 in the close watch"),
+    Column("step_ns", "int64", "ns", "wall time since the boundary before; 0 for the first"),
+    Column("agent_ns", "int64", "ns", "of it, spent in this agent"),
+), "one row per step")  # fmt: skip
