@@ -31,6 +31,7 @@ MAGIC = b"TDBGREC\0"
 _HEADER = struct.Struct("<8sIiiqIq")
 HEADER_BYTES = 64
 _FRAME = struct.Struct("<IIHHQ")
+_CRC = struct.Struct("<I")
 _VAR = struct.Struct("<IB")
 TEXT_LIMIT_BYTES = 64 << 10  # longer texts are cut: a hostile exception message must not fill the disk
 RETRY_ROWS = 1024  # after a segment could not be had, this many rows are dropped before the next try
@@ -56,6 +57,17 @@ class State:
     closed: int
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How one table's rows are packed: `packer` covers frame head and fixed part in one call."""
+
+    number: int
+    packer: struct.Struct
+    payload_bytes: int
+    kinds: tuple[str, ...]
+    description: bytes
+
+
 class Recorder:
     """Writes one process's segments. Never raises after construction: what can't be written is dropped and counted.
 
@@ -72,9 +84,9 @@ class Recorder:
         self._state = _map_file(os.path.join(self.folder, "state"), STATE_BYTES)
         self._map: mmap.mmap | None = None
         self._at = self._segment = self._seq = self._dropped = self._wait = self._disabled = 0
+        self._size = segment_bytes
         self._described: set[int] = set()
-        self._ids: dict[str, int] = {}
-        self._layouts: dict[str, tuple[int, struct.Struct, Table, bytes]] = {}
+        self._layouts: dict[str, _Layout] = {}
         self.update_state(0, 0)
 
     def write(self, table: Table, step: int, fixed: Sequence[Any], variable: Sequence[Any] = (),
@@ -82,12 +94,27 @@ class Recorder:
         """Append one row; `fixed` and `variable` in the table's column order. False when it had to be dropped."""
         try:
             layout = self._layouts.get(table.name) or self._layout(table)
-            number, packer, _, _ = layout
-            payload = packer.pack(self.rank if rank is None else rank, self.attempt, step, time.time_ns(), *fixed)
-            if variable:
-                payload += b"".join([_encode(v, c.type) for v, c in zip(variable, table.variable, strict=True)])
-            return self._append(number, payload, layout)
-        except (OSError, ValueError, struct.error, MemoryError):
+            tail = b"".join(map(_encode, variable, layout.kinds)) if variable else b""
+            if len(variable) != len(layout.kinds):
+                raise ValueError(f"table {table.name} has {len(layout.kinds)} variable columns, got {len(variable)}")
+            length = layout.payload_bytes + len(tail)
+            end = self._at + _FRAME.size + length
+            if self._map is None or layout.number not in self._described or end + _FRAME.size > self._size:
+                if not self._make_room(layout, length):
+                    self._dropped += 1
+                    self._seq += 1  # the gap is the reader's proof of the loss
+                    return False
+                end = self._at + _FRAME.size + length
+            at, target = self._at, self._map
+            layout.packer.pack_into(target, at, 0, length, layout.number, 0, self._seq, self.rank if rank is None else rank,
+                                    self.attempt, step, time.time_ns(), *fixed)  # fmt: skip
+            if tail:
+                target[end - len(tail) : end] = tail
+            _CRC.pack_into(target, at, zlib.crc32(target[at + 4 : end]))
+            self._seq += 1
+            self._at = at + _padded(length)
+            return True
+        except (OSError, TypeError, ValueError, struct.error, MemoryError):
             self._dropped += 1
             return False
 
@@ -107,41 +134,37 @@ class Recorder:
     def dropped(self) -> int:
         return self._dropped
 
-    def _layout(self, table: Table) -> tuple[int, struct.Struct, Table, bytes]:
-        number = self._ids.setdefault(table.name, len(self._ids) + 1)
-        self._layouts[table.name] = (number, table.packer(), table, struct.pack("<H", number) + table.to_json().encode())
-        return self._layouts[table.name]
+    def _layout(self, table: Table) -> _Layout:
+        number = len(self._layouts) + 1
+        row = table.packer()
+        description = struct.pack("<H", number) + table.to_json().encode()
+        kinds = tuple(c.type for c in table.variable)
+        layout = _Layout(number, struct.Struct(_FRAME.format + row.format[1:]), row.size, kinds, description)
+        self._layouts[table.name] = layout
+        return layout
 
-    def _append(self, number: int, payload: bytes, layout: tuple[int, struct.Struct, Table, bytes]) -> bool:
-        need = _padded(len(payload)) + _padded(len(layout[3]))
-        if self._map is None or self._at + need + _FRAME.size > self.segment_bytes:
-            if not self._next_segment(need):
-                self._dropped += 1
-                self._seq += 1  # the gap is the reader's proof of the loss
-                return False
-        if number not in self._described:
-            self._described.add(number)
-            self._frame(0, layout[3], 0)
-        self._frame(number, payload, self._seq)
-        self._seq += 1
+    def _make_room(self, layout: _Layout, length: int) -> bool:
+        """Room for the row, and for its table's description when this segment has none yet."""
+        need = _padded(length) + _padded(len(layout.description)) + _FRAME.size
+        if (self._map is None or self._at + need > self._size) and not self._next_segment(need):
+            return False
+        if layout.number not in self._described:
+            self._described.add(layout.number)
+            head = _FRAME.pack(0, len(layout.description), 0, 0, 0)[4:]
+            crc = _CRC.pack(zlib.crc32(layout.description, zlib.crc32(head)))
+            assert self._map is not None
+            self._map[self._at : self._at + _FRAME.size + len(layout.description)] = crc + head + layout.description
+            self._at += _padded(len(layout.description))
         return True
-
-    def _frame(self, number: int, payload: bytes, seq: int) -> None:
-        assert self._map is not None
-        head = _FRAME.pack(0, len(payload), number, 0, seq)[4:]
-        crc = zlib.crc32(payload, zlib.crc32(head))
-        end = self._at + _FRAME.size + len(payload)
-        self._map[self._at : end] = struct.pack("<I", crc) + head + payload
-        self._at += _padded(len(payload))
 
     def _next_segment(self, need: int) -> bool:
         if self._wait > 0:
             self._wait -= 1
             return False
-        size = max(self.segment_bytes, HEADER_BYTES + need + 64)
+        self._size = max(self.segment_bytes, HEADER_BYTES + need + 64)
         path = os.path.join(self.folder, f"{self._segment:05d}.rec")
         try:
-            fresh = _map_file(path, size)
+            fresh = _map_file(path, self._size)
         except (OSError, ValueError):
             self._wait = RETRY_ROWS
             return False

@@ -7,7 +7,16 @@ Blind to  data that reaches the model without a torch DataLoader
 
 from __future__ import annotations
 
+import json
+from collections import deque
+from typing import Any
+
+from ..agent import Emit, now_ns
+from ..patch import Undo, replace, undo_all
+from ..samples import batch_size, dataset_digest, indices_digest, levels, root_ids, sample_digests
 from ..tables import Column, Table
+from .rng import signed
+from .sampler import Numbers, length
 
 LOADER = Table("loader", (
     Column("loader", "int32", "", "loader of this process, in the order of first iteration"),
@@ -45,3 +54,155 @@ BATCH = Table("batch", (
 ), "one row per batch that training took from a loader, one more at the end of each whole pass")  # fmt: skip
 
 TABLES = (LOADER, BATCH)
+
+
+IDS_LIMIT = 65_536  # per batch; a larger one is recorded by its size only
+REPLACEMENT = ("WeightedRandomSampler",)
+
+
+class Pass:
+    """What is known of one pass over a loader, kept on torch's own iterator."""
+
+    def __init__(self, loader: int, number: int, chain: list[Any], iterable: bool, sampler_iter: Any) -> None:
+        self.loader, self.number, self.chain, self.iterable = loader, number, chain, iterable
+        self.sampler_iter = sampler_iter
+        self.index = 0
+
+
+class Indices:
+    """Index lists on their way from the sampler to training: by task number with workers, in order without."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Any] = deque()
+        self.by_task: dict[int, Any] = {}
+
+    def take(self, iterator: Any) -> Any:
+        tasks = getattr(iterator, "_task_info", None)
+        if isinstance(tasks, Tasks):
+            return self.by_task.pop(tasks.last, None)
+        return self.queue.popleft() if self.queue else None
+
+
+class Tasks(dict):  # type: ignore[type-arg]
+    """The loader's table of tasks, remembering the key removed last: the task whose batch is handed out."""
+
+    last = -1
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self.last = key
+        return super().pop(key, *default)
+
+    def __delitem__(self, key: Any) -> None:
+        self.last = key
+        super().__delitem__(key)
+
+
+def install(emit: Emit) -> Undo:
+    agent = emit.agent
+    loaders = agent.torch.utils.data.dataloader
+    base, multi = loaders._BaseDataLoaderIter, loaders._MultiProcessingDataLoaderIter
+    numbers = Numbers()
+    passes: dict[int, int] = {}
+
+    def indices(iterator: Any) -> Indices:
+        found = iterator.__dict__.get("_tdbg_indices")
+        if found is None:
+            found = iterator.__dict__["_tdbg_indices"] = Indices()
+        return found
+
+    def next_index(original: Any) -> Any:
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            if agent.live:
+                emit.guarded(keep, iterator, index)
+            return index
+
+        return _next_index
+
+    def keep(iterator: Any, index: Any) -> None:
+        send = getattr(iterator, "_send_idx", None)
+        if send is None:
+            indices(iterator).queue.append(index)
+        else:
+            indices(iterator).by_task[send] = index
+
+    def reset(original: Any) -> Any:
+        def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            if agent.live:
+                iterator.__dict__.pop("_tdbg_indices", None)
+            result = original(iterator, *args, **kwargs)
+            if agent.live:
+                emit.guarded(follow_tasks, iterator)
+            return result
+
+        return _reset
+
+    def follow_tasks(iterator: Any) -> None:
+        if not isinstance(iterator._task_info, Tasks):
+            iterator._task_info = Tasks(iterator._task_info)
+
+    def fetch(original: Any) -> Any:
+        def __next__(iterator: Any) -> Any:
+            if not agent.live:
+                return original(iterator)
+            agent.phase, started = "data", now_ns()
+            try:
+                data = original(iterator)
+            except BaseException as e:
+                emit.guarded(took, iterator, None, started, now_ns(), type(e).__name__)
+                raise
+            ended = now_ns()
+            emit.guarded(took, iterator, data, started, ended, "")
+            agent.look_at_batch(data)
+            agent.phase = "other"
+            return data
+
+        return __next__
+
+    def took(iterator: Any, data: Any, started: int, ended: int, end: str) -> None:
+        agent.add_phase("data", ended - started)
+        agent.batch_fetched()
+        this = iterator.__dict__.get("_tdbg_pass")
+        if this is None or this.sampler_iter is not iterator._sampler_iter:
+            this = iterator.__dict__["_tdbg_pass"] = begin(iterator)
+        index = indices(iterator).take(iterator) if end != "StopIteration" else None
+        ids, size, digests = [], -1, []
+        if end == "":
+            listed = index if isinstance(index, (list, tuple)) else [index]
+            ids = [] if this.iterable or index is None or len(listed) > IDS_LIMIT else root_ids(this.chain, list(listed))
+            size = len(listed) if ids else batch_size(data)
+            digests = sample_digests(data, size) if 0 < size <= IDS_LIMIT else []
+        emit(BATCH, (this.loader, this.number, this.index, size, ended - started, agent.backwards_total,
+                     agent.torch.is_grad_enabled()), (ids, digests, end))  # fmt: skip
+        this.index += 1
+
+    def begin(iterator: Any) -> Pass:
+        sampler = iterator._index_sampler
+        number = numbers.of(sampler)
+        passes[number] = passes.get(number, -1) + 1
+        chain = levels(iterator._dataset)
+        iterable = iterator._dataset_kind == loaders._DatasetKind.Iterable
+        describe(iterator, number, passes[number], chain, iterable)
+        return Pass(number, passes[number], chain, iterable, iterator._sampler_iter)
+
+    def describe(iterator: Any, number: int, this: int, chain: list[Any], iterable: bool) -> None:
+        index_sampler = iterator._index_sampler
+        inner = getattr(index_sampler, "sampler", index_sampler)
+        kind = type(inner).__name__
+        shuffle = getattr(inner, "shuffle", {"RandomSampler": True, "SequentialSampler": False}.get(kind))
+        workers = getattr(iterator, "_num_workers", 0)
+        context = getattr(iterator, "_multiprocessing_context", None)
+        start = (context or agent.torch.multiprocessing).get_start_method() if workers else ""
+        shape = [[type(d).__name__, length(d), indices_digest(d)] for d in chain]
+        emit(LOADER, (
+            number, this, workers, getattr(index_sampler, "batch_size", None) or -1,
+            bool(getattr(index_sampler, "drop_last", False)), agent.samplers.find(inner),
+            -1 if not isinstance(shuffle, bool) else int(shuffle),
+            bool(getattr(inner, "replacement", False)) or kind in REPLACEMENT,
+            -1 if iterable else length(index_sampler), -1 if iterable else length(inner), iterable,
+            -1 if iterable else length(chain[0]), signed(iterator._base_seed) if workers else 0,
+            getattr(iterator, "_worker_init_fn", None) is not None,
+        ), (start, kind, type(chain[0]).__name__, dataset_digest(chain[0]), json.dumps(shape)))  # fmt: skip
+
+    return undo_all([replace(base, "_next_index", next_index), replace(base, "__next__", fetch),
+                     replace(multi, "_reset", reset)])  # fmt: skip

@@ -7,6 +7,12 @@ Blind to  tensors on an accelerator between watched steps; inputs made inside th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..agent import Emit, StepInfo
+from ..patch import Undo
 from ..tables import Column, Table
 
 TABLE = Table("input", (
@@ -19,3 +25,87 @@ TABLE = Table("input", (
     Column("rows", "int64", "", "first dimension of the first tensor argument; -1 without"),
     Column("skipped", "int32", "", "tensors not looked at for their size"),
 ), "one row per step and source")  # fmt: skip
+
+
+EVERY_STEP_ELEMENTS = 1 << 18  # 0.1 ms on one core; larger tensors wait for a watched step
+DEPTH = 4
+ROWS_LIMIT = 32
+
+
+def install(emit: Emit) -> Undo:
+    agent = emit.agent
+    done: dict[str, Scan] = {}
+    seen: set[tuple[int, int, int]] = set()  # tensors looked at in this step
+
+    def look(source: str, data: Any) -> None:
+        torch = agent.torch
+        scan = done.setdefault(source, Scan())
+        for path, tensor in leaves(torch, data, "", DEPTH):
+            if scan.rows < 0 and tensor.dim():
+                scan.rows = tensor.shape[0]
+            if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
+                continue
+            if tensor.device.type != "cpu" or (tensor.numel() > EVERY_STEP_ELEMENTS and not agent.watching):
+                scan.skipped += 1
+                continue
+            scan.tensors += 1
+            key = (tensor.data_ptr(), tensor.numel(), -1 if tensor.is_inference() else tensor._version)
+            if key in seen:
+                continue  # the very tensor that the loader handed out, unchanged
+            seen.add(key)
+            if not math.isfinite(tensor.detach().sum().item()):  # a finite sum means finite elements; the rest is exact
+                scan.nonfinite_in(torch, path, tensor.detach())
+        if scan.nonfinite:
+            agent.alarm()
+
+    def forward(module: Any, args: Any, kwargs: Any) -> None:
+        look("forward", args if not kwargs else (*args, kwargs) if args else kwargs)
+
+    def write(step: int) -> None:
+        for source, s in done.items():
+            emit(TABLE, (s.tensors, s.nonfinite, s.rows, s.skipped), (source, s.path, s.dtype, s.positions), step=step)
+        done.clear()
+        seen.clear()
+
+    def closed(info: StepInfo) -> None:
+        write(info.step)
+
+    def close() -> None:
+        write(agent.window.step)  # what a step that never ended was given
+
+    agent.look_at_batch = lambda data: emit.guarded(look, "batch", data)
+    emit.on("forward_begin", forward)
+    emit.on("step_closed", closed)
+    emit.on("close", close)
+    return lambda: None
+
+
+class Scan:
+    """What was seen of one source in the step in progress."""
+
+    def __init__(self) -> None:
+        self.tensors = self.nonfinite = self.skipped = 0
+        self.rows, self.path, self.dtype, self.positions = -1, "", "", list[int]()
+
+    def nonfinite_in(self, torch: Any, path: str, tensor: Any) -> None:
+        bad = ~torch.isfinite(tensor)
+        count = int(bad.sum())
+        if not count:
+            return  # the sum overflowed from finite elements
+        if not self.nonfinite:
+            rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.dim() else bad.reshape(1).nonzero()
+            self.path, self.dtype = path, str(tensor.dtype).removeprefix("torch.")
+            self.positions = rows.flatten()[:ROWS_LIMIT].tolist()
+        self.nonfinite += count
+
+
+def leaves(torch: Any, data: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """(path, tensor) of the tensors in nested tuples, lists and mappings, in order; paths read like Python indexing."""
+    if isinstance(data, torch.Tensor):
+        yield path, data
+    elif depth and isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from leaves(torch, value, f"{path}[{key!r}]", depth - 1)
+    elif depth and isinstance(data, (list, tuple)) and len(data) <= 64:
+        for at, value in enumerate(data):
+            yield from leaves(torch, value, f"{path}[{at}]", depth - 1)

@@ -7,6 +7,12 @@ Blind to  settings kept outside param_groups
 
 from __future__ import annotations
 
+import json
+import math
+from typing import Any
+
+from ..agent import Emit, StepInfo
+from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
 
 OPTIM = Table("optim", (
@@ -26,3 +32,68 @@ CLIP = Table("clip", (
 ), "one row per step with a clipping call (the last call's values)")  # fmt: skip
 
 TABLES = (OPTIM, CLIP)
+
+
+def install(emit: Emit) -> Undo:
+    agent = emit.agent
+    last: dict[tuple[int, int], tuple[Any, ...]] = {}
+    clips: list[tuple[float, float, Any]] = []
+
+    def before_update(optimizer: Any, number: int) -> None:
+        for g, group in enumerate(optimizer.param_groups):
+            values = (len(group["params"]), *[scalar(v) for k, v in group.items() if k != "params"])
+            if last.get((number, g)) == values:
+                continue
+            last[number, g] = values
+            settings = {k: scalar(v) for k, v in group.items() if k not in ("params", "lr")}
+            lr = scalar(group.get("lr"))
+            emit(OPTIM, (number, g, float(lr) if isinstance(lr, (int, float)) else math.nan, len(group["params"])),
+                 (type(optimizer).__name__, json.dumps(settings, sort_keys=True, default=str)))  # fmt: skip
+
+    def clip_norm(original: Any) -> Any:
+        def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+            total = original(parameters, max_norm, norm_type, *args, **kwargs)
+            emit.guarded(clipped, max_norm, norm_type, total)
+            return total
+
+        return clip_grad_norm_
+
+    def clip_value(original: Any) -> Any:
+        def clip_grad_value_(parameters: Any, clip_value: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(parameters, clip_value, *args, **kwargs)
+            emit.guarded(clipped, clip_value, 0.0, math.nan)
+            return result
+
+        return clip_grad_value_
+
+    def clipped(max_norm: Any, norm_type: Any, total: Any) -> None:
+        total = getattr(total, "_local_tensor", total)
+        on_host = not getattr(total, "is_cuda", False)
+        norm = float(total) if on_host else math.nan  # on a device the value is left alone: reading it would wait
+        if on_host and norm_type and not math.isfinite(norm) and agent.scale is None:
+            agent.alarm()
+        clips.append((float(max_norm), float(norm_type), norm))
+
+    def closed(info: StepInfo) -> None:
+        if clips:
+            emit(CLIP, (*clips[-1], len(clips)), step=info.step)
+            clips.clear()
+
+    utils = agent.torch.nn.utils
+    emit.on("before_update", before_update)
+    emit.on("step_closed", closed)
+    undos = []
+    for owner in (utils, utils.clip_grad):
+        undos += [replace(owner, "clip_grad_norm_", clip_norm), replace(owner, "clip_grad_value_", clip_value)]
+    return undo_all(undos)
+
+
+def scalar(value: Any) -> Any:
+    """A setting as JSON holds it. Tensors on a device are named, not read: that would make the host wait."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) <= 8:
+        return [scalar(v) for v in value]
+    if hasattr(value, "is_cuda"):
+        return value.item() if value.numel() == 1 and not value.is_cuda else f"tensor on {value.device}"
+    return type(value).__name__

@@ -7,6 +7,13 @@ Blind to  shards (DTensor, flat parameters): they are catalogued, not compared
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+from .. import fingerprint, torchprivate
+from ..agent import Emit
+from ..catalogue import Entry, due
+from ..patch import Undo
 from ..tables import Column, Table
 
 PARAM = Table("param", (
@@ -44,3 +51,104 @@ TENSOR = Table("tensor", (
 ), "one row per tensor and catalogue")  # fmt: skip
 
 TABLES = (PARAM, BUFFER, TENSOR)
+UNMEASURED = -2.0
+
+
+def install(emit: Emit) -> Undo:
+    agent = emit.agent
+    catalogue = agent.catalogue
+    device_weights: dict[Any, Any] = {}
+    described = [0]  # catalogue generation that the tensor table holds
+    passed = [-1, 0]  # step and generation of the last whole pass
+    synced: dict[int, int] = {}  # DDP module -> step of its last sync row
+
+    def before_update(optimizer: Any, number: int) -> None:
+        if agent.window.step > 1 and not agent.watching:
+            return
+        catalogue.refresh()
+        if describe():
+            sweep("start", agent.window.step, everything=True)
+
+    def step_end() -> None:
+        if agent.watching:
+            catalogue.refresh()
+            describe()
+            sweep("end", agent.window.step)
+
+    def ending() -> None:
+        step = agent.window.step - 1 + (1 if agent.window.stepped else 0)
+        if step > 0 and passed != [step, catalogue.generation]:
+            sweep("final", step, everything=True)
+
+    def describe() -> bool:
+        """Write the catalogue down when it is new."""
+        if described[0] == catalogue.generation or not catalogue.params:
+            return False
+        described[0] = catalogue.generation
+        for e in (*catalogue.params, *catalogue.buffers):
+            t = e.tensor
+            if t is not None:
+                shape = "x".join(map(str, t.shape)) or "scalar"
+                emit(TENSOR, (catalogue.generation, e.index, e.model, t.numel(), t.requires_grad, e.optimizer, e.broadcast),
+                     (e.kind, e.name, e.model_type, shape, str(t.dtype).removeprefix("torch."), e.sharing, e.peers))  # fmt: skip
+        return True
+
+    def sweep(stage: str, step: int, everything: bool = False) -> None:
+        entries = due(catalogue.params, step, everything)
+        fingerprints(PARAM, stage, step, entries, entries is catalogue.params)
+        if entries is catalogue.params:
+            passed[:] = [step, catalogue.generation]
+        if catalogue.buffers and stage != "start":
+            fingerprints(BUFFER, stage, step, due(catalogue.buffers, step, everything), False)
+
+    def buffers_synced(ddp: Any) -> None:
+        number = next((i for i, d, _ in catalogue.ddps() if d is ddp), -1)
+        step = agent.window.step
+        if not agent.watching or synced.get(number) == step or not agent.torch.is_grad_enabled():
+            return
+        synced[number] = step
+        fingerprints(BUFFER, "sync", step, [b for b in due(catalogue.buffers, step) if b.ddp == number], False)
+
+    def fingerprints(table: Table, stage: str, step: int, entries: list[Entry], whole: bool) -> None:
+        alive = [(e, torchprivate.local_shard(t).detach()) for e in entries if (t := e.tensor) is not None]
+        alive = [(e, t) for e, t in alive if not t.is_sparse and t.device.type != "meta"]
+        if not alive:
+            return
+        tensors = [t for _, t in alive]
+        indices = [] if whole and len(alive) == len(entries) else [e.index for e, _ in alive]
+        generation, on_host = catalogue.generation, not any(t.is_cuda for t in tensors)
+        wanted = []
+        measured = [k for k, t in enumerate(tensors) if t.is_floating_point() and t.numel()] if table is PARAM else []
+        if measured:
+            wanted.append(fingerprint.norms([tensors[k] for k in measured]))
+        if not on_host:
+            wanted.append(agent.torch.stack([fingerprint.digest_device(t, on_device(t.device)) for t in tensors]))
+        host_digests = [fingerprint.digest_cpu(t) for t in tensors] if on_host else []
+
+        def landed(read: list[Any]) -> None:
+            digests = host_digests or read[-1]
+            if table is BUFFER:
+                emit(BUFFER, (generation,), (stage, indices, digests), step=step)
+                return
+            l2, odd = [UNMEASURED] * len(tensors), []
+            for k, norm in zip(measured, read[0] if measured else [], strict=True):
+                l2[k] = norm
+                if not math.isfinite(norm) and (not on_host or fingerprint.has_nonfinite(tensors[k])):
+                    odd.append(alive[k][0].index)
+            if odd:
+                agent.alarm()
+            emit(PARAM, (generation,), (stage, indices, l2, digests, odd), step=step)
+
+        agent.landing.land(wanted, landed)
+
+    def on_device(device: Any) -> Any:
+        if device not in device_weights:
+            device_weights[device] = fingerprint.device_weights(device)
+        return device_weights[device]
+
+    emit.on("before_update", before_update)
+    emit.on("step_end", step_end)
+    emit.on("buffers_synced", buffers_synced)
+    emit.on("ending", ending)
+    emit.on("close", ending)
+    return device_weights.clear

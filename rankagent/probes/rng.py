@@ -7,6 +7,14 @@ Blind to  generators that user code makes for itself; seeding through C
 
 from __future__ import annotations
 
+import os
+import random
+import sys
+import zlib
+from typing import Any
+
+from ..agent import Emit
+from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
 
 RNG = Table("rng", (
@@ -30,3 +38,87 @@ SEED = Table("seed", (
 ), "one row per seeding call in the rank's main process, at most 1,000 an attempt")  # fmt: skip
 
 TABLES = (RNG, SEED)
+
+
+DEFAULT_TORCH_SEED = 67280421310721  # c10's default_rng_seed_val: what initial_seed says before anyone seeds
+SEED_CALLS_LIMIT = 1000
+
+
+def install(emit: Emit) -> Undo:
+    agent = emit.agent
+    last: dict[str, str] = {}
+    calls = [0]
+
+    def seeded(library: str, call: str, seed: Any) -> None:
+        last[library] = "" if seed is None else str(seed)[:200]
+        calls[0] += 1
+        if calls[0] <= SEED_CALLS_LIMIT:
+            emit(SEED, (), (library, call, last[library], caller()))
+
+    def watch(library: str, owner: Any, name: str) -> Undo:
+        def make(original: Any) -> Any:
+            def seed(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                given = args[0] if args else next(iter(kwargs.values()), None)
+                emit.guarded(seeded, library, name, result if name == "seed" and library == "torch" else given)
+                return result
+
+            return seed
+
+        return replace(owner, name, make)
+
+    def streams(step: int) -> None:
+        torch = agent.torch
+        generator = torch.default_generator
+        initial = generator.initial_seed()
+        cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
+        numpy_digest = 0
+        if "numpy.random" in sys.modules:
+            state = sys.modules["numpy.random"].get_state(legacy=False)["state"]
+            numpy_digest = zlib.crc32(b"".join(bytes(memoryview(v)) if hasattr(v, "tobytes") else str(v).encode()
+                                               for v in state.values()))  # fmt: skip
+        emit(RNG, (zlib.crc32(torch.get_rng_state().numpy()), numpy_digest, hash(random.getstate()), signed(initial),
+                   initial != DEFAULT_TORCH_SEED or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
+             (last.get("numpy", ""), last.get("random", "")), step=step)  # fmt: skip
+
+    first = [True]
+
+    def before_update(optimizer: Any, number: int) -> None:
+        if first[0]:
+            first[0] = False
+            streams(0)
+
+    def step_end() -> None:
+        if agent.watching:
+            streams(agent.window.step)
+
+    torch = agent.torch
+    numpy_random = sys.modules.get("numpy.random")
+    undos = [
+        watch("torch", torch, "manual_seed"), watch("torch", torch.random, "manual_seed"),
+        watch("torch", torch, "seed"), watch("torch", torch.random, "seed"),
+        watch("torch.cuda", torch.cuda, "manual_seed"), watch("torch.cuda", torch.cuda, "manual_seed_all"),
+        watch("random", random, "seed"),
+    ]  # fmt: skip
+    if numpy_random is not None:
+        undos.append(watch("numpy", numpy_random, "seed"))
+    emit.on("before_update", before_update)
+    emit.on("step_end", step_end)
+    return undo_all(undos)
+
+
+def signed(number: int) -> int:
+    """An unsigned 64-bit seed as the signed number that a table holds."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def caller() -> str:
+    """file:line of the nearest frame outside torch, numpy and this agent; empty when there is none."""
+    frame = sys._getframe(1)
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(here) and f"{os.sep}torch{os.sep}" not in path and f"{os.sep}numpy{os.sep}" not in path:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

@@ -7,6 +7,11 @@ Blind to  samplers of other classes (their order is seen through the batches)
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+from ..agent import Emit
+from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
 
 TABLE = Table("sampler", (
@@ -22,3 +27,54 @@ TABLE = Table("sampler", (
     Column("length", "int64", "", "samples an epoch for this replica; -1 unknown"),
     Column("dataset_length", "int64", "", "length of its data set; -1 unknown"),
 ), "one row per event")  # fmt: skip
+
+
+def install(emit: Emit) -> Undo:
+    distributed = emit.agent.torch.utils.data.distributed.DistributedSampler
+    numbers = Numbers()
+    emit.agent.samplers = numbers
+
+    def note(sampler: Any, event: str) -> None:
+        emit(TABLE, (numbers.of(sampler), sampler.num_replicas, sampler.rank, int(sampler.seed), int(sampler.epoch),
+                     bool(sampler.shuffle), bool(sampler.drop_last), sampler.num_samples, length(sampler.dataset)),
+             (type(sampler).__name__, event))  # fmt: skip
+
+    def after(event: str) -> Any:
+        def make(original: Any) -> Any:
+            def method(sampler: Any, *args: Any, **kwargs: Any) -> Any:
+                result = original(sampler, *args, **kwargs)
+                emit.guarded(note, sampler, event)
+                return result
+
+            return method
+
+        return make
+
+    return undo_all([replace(distributed, "__init__", after("init")), replace(distributed, "set_epoch", after("set_epoch")),
+                     replace(distributed, "__iter__", after("iter"))])  # fmt: skip
+
+
+class Numbers:
+    """Numbers objects in the order they are first seen, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ReferenceType[Any]] = []
+
+    def of(self, item: Any) -> int:
+        known = self.find(item)
+        if known < 0:
+            self._known.append(weakref.ref(item))
+            known = len(self._known) - 1
+        return known
+
+    def find(self, item: Any) -> int:
+        """The item's number, -1 when it has none."""
+        return next((i for i, ref in enumerate(self._known) if ref() is item), -1)
+
+
+def length(sized: Any) -> int:
+    """len() of a user's object; -1 when it has none or computing it fails."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
+        return -1

@@ -7,6 +7,8 @@ Blind to  training loops that never call backward through torch
 
 from __future__ import annotations
 
+from ..agent import Emit, StepInfo
+from ..patch import Undo
 from ..tables import Column, Table
 
 TABLE = Table("step", (
@@ -19,3 +21,12 @@ TABLE = Table("step", (
     Column("step_ns", "int64", "ns", "wall time since the boundary before; 0 for the first"),
     Column("agent_ns", "int64", "ns", "of it, spent in this agent"),
 ), "one row per step")  # fmt: skip
+
+
+def install(emit: Emit) -> Undo:
+    def closed(info: StepInfo) -> None:
+        emit(TABLE, (info.optimizers, info.backwards, info.skipped, info.inferred, info.watched, info.cadence,
+                     info.step_ns, info.agent_ns), step=info.step)  # fmt: skip
+
+    emit.on("step_closed", closed)
+    return lambda: None

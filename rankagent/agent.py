@@ -1,0 +1,258 @@
+"""The agent of one rank: knows the step in progress, hands torch's events to the probes, closes the record at the end.
+
+Events (all on the training thread, arguments in brackets):
+
+    backward_begin [root]      outermost backward starts; `root` is its first tensor
+    gradients_local []         last gradient accumulated, reduction in flight (watched steps only)
+    before_update [optimizer, number]   gradients are final; with a closure: after its first call
+    step_end []                the step's last update is done; heavy passes belong here
+    step_closed [StepInfo]     costs are known; the light rows are written here
+    forward_begin [module, args, kwargs] / forward_end []     root forward
+    buffers_synced [ddp]       DDP has just broadcast its buffers
+    ending []                  the process group is about to be destroyed
+    failed [exception]         an uncaught exception; `close` follows
+    close []                   the process ends
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pkgutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from . import contract, guard, identity, probes, torchprivate
+from .boundary import Window
+from .catalogue import Catalogue
+from .governor import Governor
+from .landing import Landing
+from .patch import Undo
+from .record import Recorder
+from .tables import Table
+
+now_ns = time.perf_counter_ns
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What is known of a step when it closes. Times in ns; `reduce_wait_ns` is -1 where it was not measured."""
+
+    step: int
+    optimizers: int
+    backwards: int
+    skipped: bool
+    inferred: bool
+    watched: bool
+    cadence: int
+    step_ns: int
+    agent_ns: int
+    phases: dict[str, int] = field(default_factory=dict)
+
+
+class Emit:
+    """A probe's hold on the agent: write rows, subscribe to events. One per probe, so that one can be switched off."""
+
+    def __init__(self, agent: Agent, name: str) -> None:
+        self.agent, self.name = agent, name
+
+    def __call__(self, table: Table, fixed: Sequence[Any], variable: Sequence[Any] = (), step: int | None = None) -> None:
+        """Write one row; `step` defaults to the step in progress."""
+        if self.agent.live:
+            self.agent.recorder.write(table, self.agent.window.step if step is None else step, fixed, variable)
+
+    def on(self, event: str, fn: Callable[..., Any]) -> None:
+        """Call `fn` at an event. An error in it switches this probe off."""
+        self.agent.subscribe(self.name, event, fn)
+
+    def guarded(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call `fn(*args)` from one of this probe's own patches, under the same guard; None when it failed or is off."""
+        agent = self.agent
+        if not agent.live or self.name in agent.disabled:
+            return None
+        started = now_ns()
+        result = guard.attempt(agent.switch_off(self.name), fn, *args)
+        agent.spent_ns += now_ns() - started
+        return result
+
+
+class Agent:
+    """See the module. Built once per rank; `live` is False in forked children and after the end."""
+
+    def __init__(self, torch: Any, role: identity.Role, recorder: Recorder, governor: Governor) -> None:
+        self.torch, self.role, self.recorder, self.governor = torch, role, recorder, governor
+        self.live = True
+        self.window = Window()
+        self.catalogue = Catalogue(torch)
+        self.landing = Landing(torch)
+        self.watching = governor.watched(1)
+        self.backwards = self.backwards_total = 0
+        self.phases: dict[str, int] = {}
+        self.phase = "other"  # where the training thread is, for a failure's row
+        self.skipped = False
+        self.scale: Any = None  # loss scale tensor used in the step in progress
+        self.spent_ns = 0
+        self.disabled: set[str] = set()
+        self._last_boundary_ns = 0
+        self._events: dict[str, list[tuple[str, Callable[..., Any], Callable[[Exception], None]]]] = {}
+        self._undos: list[Undo] = []
+        self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
+        self.look_at_batch: Callable[[Any], None] = lambda data: None  # set by the inputs probe
+        self.samplers: Any = None  # numbers of DistributedSamplers, set by the sampler probe
+        self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
+
+    # -------------------------------------------------------- probes and events
+
+    def subscribe(self, name: str, event: str, fn: Callable[..., Any]) -> None:
+        self._events.setdefault(event, []).append((name, fn, self.switch_off(name)))
+
+    def switch_off(self, name: str) -> Callable[[Exception], None]:
+        """What happens when this probe fails: it is silent from now on, and the run says so."""
+
+        def off(error: Exception) -> None:
+            if name in self.disabled:
+                return
+            self.disabled.add(name)
+            for event, subscribed in self._events.items():
+                self._events[event] = [s for s in subscribed if s[0] != name]
+            self.recorder.disable()
+            from .probes.failure import PROBE
+
+            self.recorder.write(PROBE, self.window.step, (), (name, "disabled", guard.describe(error)))
+
+        return off
+
+    def give_up(self, error: Exception) -> None:
+        """An error in the step counting itself: what follows could be wrong, so recording ends here and says so."""
+        self.switch_off("hooks")(error)
+        self.recorder.update_state(self.window.step - 1, time.time_ns())
+        self.live = False
+
+    def fire(self, event: str, *args: Any) -> None:
+        """Hand an event to every probe that wants it, each under the guard, and count the time as ours."""
+        subscribed = self._events.get(event)
+        if not subscribed or not self.live:
+            return
+        started = now_ns()
+        for _, fn, off in tuple(subscribed):
+            guard.attempt(off, fn, *args)
+        self.spent_ns += now_ns() - started
+
+    def install(self) -> None:
+        """Load the torch hooks and every probe of the folder; one that fails is left out and said so."""
+        from . import hooks
+        from .probes.failure import PROBE
+
+        self._undos.append(hooks.install(self))
+        for info in sorted(pkgutil.iter_modules(probes.__path__), key=lambda i: i.name):
+            module = import_module(f"{probes.__name__}.{info.name}")
+            undo = guard.attempt(self.switch_off(info.name), module.install, Emit(self, info.name))
+            if undo is not None:
+                self._undos.append(undo)
+                self.recorder.write(PROBE, 0, (), (info.name, "installed", ""))
+
+    def uninstall(self) -> None:
+        """Leave torch as it was found."""
+        while self._undos:
+            self._undos.pop()()
+        self._events.clear()
+
+    # -------------------------------------------------------- steps
+
+    def add_phase(self, name: str, elapsed_ns: int) -> None:
+        self.phases[name] = self.phases.get(name, 0) + elapsed_ns
+
+    def close_step(self, inferred: bool = False) -> None:
+        """The step in progress is over: heavy passes, then its light rows, then the next one begins."""
+        if not self.live:
+            return
+        self.fire("step_end")
+        step, watched = self.window.step, self.watching
+        ended = now_ns()
+        step_ns = ended - self._last_boundary_ns if self._last_boundary_ns else 0
+        self._last_boundary_ns = ended
+        optimizers = self.window.close()
+        info = StepInfo(step, optimizers, self.backwards, self.skipped, inferred, watched, self.governor.in_force(step),
+                        step_ns, self.spent_ns, self.phases)  # fmt: skip
+        self.spent_ns = 0
+        self.governor.spent(watched, step_ns, info.agent_ns)
+        self.phases, self.backwards, self.skipped, self.scale = {}, 0, False, None
+        self.fire("step_closed", info)
+        self.landing.poll()
+        self.governor.review(step, self.role.rank, *self._agreement())
+        self.watching = self.governor.watched(step + 1)
+        self.recorder.update_state(step, time.time_ns())
+        self.phase = "other"
+
+    def _agreement(self) -> tuple[Any, Any]:
+        """How ranks agree on the cadence: (publish, look up) through the job's store; (None, None) for a single rank."""
+        if self.role.world_size <= 1:
+            return None, None
+
+        def publish(key: str, value: str) -> None:
+            store = torchprivate.default_store(self.torch)
+            if store is not None:
+                store.set(f"{key}/{self.role.attempt}", value)
+
+        def look_up(key: str) -> str | None:
+            store, name = torchprivate.default_store(self.torch), f"{key}/{self.role.attempt}"
+            return store.get(name).decode() if store is not None and store.check([name]) else None
+
+        return publish, look_up
+
+    def alarm(self) -> None:
+        """Something odd was seen: full passes from now on, for some steps."""
+        self.governor.alarm(self.window.step)
+        self.watching = self.governor.watched(self.window.step)
+
+    # -------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """At exit of the rank's own process: last values, then the mark that it ended in order."""
+        if not self.live or os.getpid() != self.recorder.pid:
+            return
+        self.fire("close")
+        guard.attempt(self.switch_off("landing"), self.landing.poll, True)
+        self.recorder.close(self.window.step - 1 + (1 if self.window.stepped else 0))
+        self.live = False
+
+    def forked(self) -> None:
+        """In a child made by fork: the record belongs to the parent."""
+        self.live = False
+
+
+_agent: Agent | None = None
+
+
+def start(torch: Any) -> Agent | None:
+    """Start the agent if this process is a rank's main one. Called once torch has been imported; idempotent."""
+    global _agent
+    role = None if _agent else identity.current()
+    if role is None:
+        return _agent
+    folder = contract.process_dir(role.run, "rank", role.rank, role.attempt, os.getpid())
+    recorder = Recorder(folder, role.rank, role.attempt)
+    _agent = agent = Agent(torch, role, recorder, Governor(*settings(os.environ)))
+
+    guard.attempt(agent.give_up, agent.install)
+    atexit.register(guard.attempt, lambda e: None, agent.close)
+    os.register_at_fork(after_in_child=agent.forked)
+    return agent
+
+
+def settings(environment: Any) -> tuple[int, float | None]:
+    """(steps of the close watch, budget as a share of the step or None for no limit) from the variables."""
+    watch = environment.get(contract.WATCH_STEPS, "")
+    budget = environment.get(contract.BUDGET, "")
+    steps = int(watch) if watch.isdigit() else contract.DEFAULT_WATCH_STEPS
+    if budget == "off":
+        return steps, None
+    try:
+        percent = float(budget) if budget else contract.DEFAULT_BUDGET_PERCENT
+    except ValueError:
+        percent = contract.DEFAULT_BUDGET_PERCENT
+    return steps, max(percent, 0.01) / 100

@@ -1,0 +1,218 @@
+"""Which tensors this rank trains: names, shapes, and who else must hold the same values.
+
+Built from the optimizers that exist and the modules that hold their parameters, again whenever these change. Holds
+weak references only, so that a model that training has let go is freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from . import torchprivate
+
+ELEMENTS_PER_PASS = 32_000_000  # about 10 ms on one core; a larger model is covered in turns
+SMALL_ELEMENTS = 16_384  # 64 KiB of fp32: norms and biases, looked at in every pass
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+# By-design not an average over all replicas at each step (torch.distributed.algorithms.ddp_comm_hooks)
+_PARTIAL_HOOKS = ("localSGD", "noop_hook")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the catalogue; `ref` gives it back while it lives."""
+
+    index: int
+    kind: str
+    name: str
+    model: int
+    model_type: str
+    ref: weakref.ReferenceType[Any]
+    optimizer: int
+    sharing: str
+    peers: str
+    broadcast: int
+    ddp: int
+
+    @property
+    def tensor(self) -> Any:
+        return self.ref()
+
+
+class Catalogue:
+    """`refresh()` brings it up to date and says whether it changed; `params`, `buffers` list its entries."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._optimizers: list[weakref.ReferenceType[Any]] = []
+        self._ddps: list[tuple[weakref.ReferenceType[Any], frozenset[str]]] = []
+        self._signature: Any = None
+        self.generation = 0
+        self.params: list[Entry] = []
+        self.buffers: list[Entry] = []
+
+    # -------------------------------------------------------- what exists
+
+    def add_optimizer(self, optimizer: Any) -> int:
+        """Note an optimizer; its number in this process."""
+        for i, ref in enumerate(self._optimizers):
+            if ref() is optimizer:
+                return i
+        self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
+
+    def optimizers(self) -> dict[int, Any]:
+        """The optimizers that exist, by number."""
+        return {i: o for i, ref in enumerate(self._optimizers) if (o := ref()) is not None and hasattr(o, "param_groups")}
+
+    def add_ddp(self, ddp: Any) -> None:
+        """Note a DDP module and the names of the tensors that it knew when it was built."""
+        module = ddp.module
+        known = {n for n, _ in module.named_parameters()} | {n for n, _ in module.named_buffers()}
+        self._ddps.append((weakref.ref(ddp), frozenset(known)))
+
+    def ddps(self) -> list[tuple[int, Any, frozenset[str]]]:
+        """The DDP modules that exist: number, module, names known at wrapping."""
+        return [(i, d, names) for i, (ref, names) in enumerate(self._ddps) if (d := ref()) is not None]
+
+    # -------------------------------------------------------- building
+
+    def refresh(self) -> bool:
+        """Rebuild when optimizers, their parameters or wrapped models have changed. 3 us when nothing has."""
+        optimizers = self.optimizers()
+        signature = (
+            tuple((i, len(o.param_groups), sum(len(g["params"]) for g in o.param_groups)) for i, o in optimizers.items()),
+            tuple(i for i, _, _ in self.ddps()),
+        )
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self._build(optimizers)
+        self.generation += 1
+        return True
+
+    def _build(self, optimizers: dict[int, Any]) -> None:
+        held: dict[int, tuple[int, str]] = {}
+        keep = []  # the ids stay valid while these live
+        for number, optimizer in optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for k, p in enumerate(group["params"]):
+                    held.setdefault(id(p), (number, f"optimizer{number}.group{g}.{k}"))
+                    keep.append(p)
+        params: list[Entry] = []
+        buffers: list[Entry] = []
+        seen: set[int] = set()
+        roots = self._roots(held)
+        for number, (module, ddp) in enumerate(roots):
+            for name, p in module.named_parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    params.append(self._entry(len(params), "param", name, number, module, p, held, ddp))
+            buffers += [self._entry(0, "buffer", n, number, module, b, held, ddp) for n, b in module.named_buffers()]
+        for p in keep:
+            if id(p) not in seen:
+                seen.add(id(p))
+                params.append(self._entry(len(params), "param", held[id(p)][1], len(roots), None, p, held, None))
+        self.params = params
+        self.buffers = [_numbered(b, len(params) + i) for i, b in enumerate(buffers)]
+
+    def _roots(self, held: dict[int, tuple[int, str]]) -> list[tuple[Any, Any]]:
+        """Modules that hold the optimizers' parameters, in the order of those: (module, its DDP wrapper's tuple or None)."""
+        found = [(d.module, (i, d, names)) for i, d, names in self.ddps()]
+        covered = {id(p) for m, _ in found for p in m.parameters()}
+        if not held.keys() <= covered:
+            found += [(m, None) for m in _top_modules(self._torch, held.keys() - covered, [m for m, _ in found])]
+        order = {key: at for at, key in enumerate(held)}
+
+        def first(item: tuple[Any, Any]) -> int:
+            return min((order[id(p)] for p in item[0].parameters() if id(p) in order), default=len(order))
+
+        return sorted((f for f in found if first(f) < len(order)), key=first)
+
+    def _entry(self, index: int, kind: str, name: str, model: int, module: Any, tensor: Any,
+               held: dict[int, tuple[int, str]], ddp: Any) -> Entry:  # fmt: skip
+        sharing, peers = self._sharing(name, tensor, module, ddp)
+        broadcast = int(bool(getattr(ddp[1], "broadcast_buffers", False))) if ddp else -1
+        return Entry(index, kind, clean(name), model, type(module).__name__ if module is not None else "",
+                     weakref.ref(tensor), held.get(id(tensor), (-1, ""))[0], sharing, peers, broadcast,
+                     ddp[0] if ddp else -1)  # fmt: skip
+
+    def _sharing(self, name: str, tensor: Any, module: Any, ddp: Any) -> tuple[str, str]:
+        if torchprivate.is_shard(tensor) or (module is not None and _has_fsdp(module)):
+            return "sharded", ""
+        dist = torchprivate.distributed(self._torch)
+        if ddp is None:
+            alone = dist is None or dist.get_world_size() == 1
+            every = "" if alone or not torchprivate.only_default_group(self._torch) else range(dist.get_world_size())
+            return "plain", _ranks(every)
+        _, wrapper, known = ddp
+        peers = _ranks(dist.get_process_group_ranks(wrapper.process_group)) if dist is not None else ""
+        if name in getattr(wrapper, "parameters_to_ignore", ()):
+            return "ignored", ""
+        if any(part in hook for hook in torchprivate.communication_hook_names(wrapper) for part in _PARTIAL_HOOKS):
+            return "hook", peers
+        return ("ddp" if name in known else "late"), peers
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return ",".join(str(r) for r in ranks)
+
+
+def _numbered(entry: Entry, index: int) -> Entry:
+    from dataclasses import replace
+
+    return replace(entry, index=index)
+
+
+def _has_fsdp(module: Any) -> bool:
+    return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
+
+
+def clean(name: str) -> str:
+    """A tensor's name without what wrappers put into it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name.removeprefix("module.")
+
+
+def _top_modules(torch: Any, wanted: Iterable[int], known: list[Any]) -> list[Any]:
+    """The largest modules alive that hold one of the wanted parameters and lie in no other module.
+
+    Looks through the garbage collector's list: 50 to 100 ms, only when a model is not wrapped in DDP, once per model.
+    Compares types, never instances, since a lazy proxy must not be touched.
+    """
+    wanted = set(wanted)
+    module_type = torch.nn.Module
+    modules = [o for o in gc.get_objects() if issubclass(type(o), module_type) and "_modules" in o.__dict__]
+    inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
+    skip = {id(m) for m in known}
+    tops = [m for m in modules if id(m) not in inner and id(m) not in skip]
+    scored = [(len(wanted & {id(p) for p in m.parameters()}), m) for m in tops]
+    scored = sorted((s for s in scored if s[0]), key=lambda s: -s[0])
+    chosen, left = [], set(wanted)
+    for _, m in scored:
+        mine = {id(p) for p in m.parameters()} & left
+        if mine:
+            chosen.append(m)
+            left -= mine
+    return chosen
+
+
+def due(entries: list[Entry], step: int, everything: bool = False) -> list[Entry]:
+    """The entries to look at in a pass of this step: all of them up to ELEMENTS_PER_PASS elements, else the small ones
+    and a window over the others that moves with the step number alone, so that all ranks look at the same ones."""
+    sizes = [e.tensor.numel() if e.tensor is not None else 0 for e in entries]
+    if everything or sum(sizes) <= ELEMENTS_PER_PASS:
+        return entries
+    large = [i for i, n in enumerate(sizes) if n > SMALL_ELEMENTS]
+    start, room, chosen = (step * 0x9E3779B1) % len(large), ELEMENTS_PER_PASS, set()
+    for k in range(len(large)):
+        i = large[(start + k) % len(large)]
+        if room <= 0:
+            break
+        chosen.add(i)
+        room -= sizes[i]
+    return [e for i, e in enumerate(entries) if i in chosen or sizes[i] <= SMALL_ELEMENTS]
