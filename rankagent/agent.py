@@ -31,6 +31,7 @@ from .boundary import Window
 from .catalogue import Catalogue
 from .governor import Governor
 from .landing import Landing
+from .numbers import Numbers
 from .patch import Undo
 from .record import Recorder
 from .tables import Table
@@ -102,7 +103,7 @@ class Agent:
         self._undos: list[Undo] = []
         self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
         self.look_at_batch: Callable[[Any], None] = lambda data: None  # set by the inputs probe
-        self.samplers: Any = None  # numbers of DistributedSamplers, set by the sampler probe
+        self.samplers = Numbers()  # DistributedSamplers, in the order of construction
         self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
 
     # -------------------------------------------------------- probes and events
@@ -211,13 +212,21 @@ class Agent:
 
     # -------------------------------------------------------- the end
 
+    def close_open_step(self) -> None:
+        """Close a step whose update was seen while the agent still waited for another optimizer, or for a backward."""
+        if self.window.stepped:
+            self.close_step()
+        elif self.backwards and not self.catalogue.optimizers():
+            self.close_step(inferred=True)
+
     def close(self) -> None:
         """At exit of the rank's own process: last values, then the mark that it ended in order."""
         if not self.live or os.getpid() != self.recorder.pid:
             return
+        guard.attempt(self.give_up, self.close_open_step)
         self.fire("close")
         guard.attempt(self.switch_off("landing"), self.landing.poll, True)
-        self.recorder.close(self.window.step - 1 + (1 if self.window.stepped else 0))
+        self.recorder.close(self.window.step - 1)
         self.live = False
 
     def forked(self) -> None:

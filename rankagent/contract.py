@@ -82,5 +82,9 @@ def parse_part(name: str) -> tuple[int, int, int] | None:
 
 
 def make_private(path: Path | str) -> None:
-    """Create a folder (and its parents) that only its user may read."""
+    """Create a folder, and those of its parents that are missing, so that only its user may read them."""
+    path = os.fspath(path)
+    parent = os.path.dirname(path)
+    if parent and not os.path.isdir(parent):
+        make_private(parent)
     os.makedirs(path, mode=0o700, exist_ok=True)

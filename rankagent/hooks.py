@@ -214,8 +214,7 @@ class Hooks:
     def batch_fetched(self) -> None:
         """A new batch: whatever optimizers stepped since the last one belong to a step that is over."""
         self._updating.clear()
-        if self.agent.window.stepped:
-            self.agent.close_step()
+        self.agent.close_open_step()
 
     # -------------------------------------------------------- loss scaling
 
@@ -291,6 +290,7 @@ class Hooks:
     def group_ends(self, original: Any) -> Any:
         def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
             if self._active():
+                guard.attempt(self._off, self.agent.close_open_step)
                 self.agent.fire("ending")
             return original(*args, **kwargs)
 

@@ -12,11 +12,12 @@ from collections import deque
 from typing import Any
 
 from ..agent import Emit, now_ns
+from ..numbers import Numbers
 from ..patch import Undo, replace, undo_all
 from ..samples import batch_size, dataset_digest, indices_digest, levels, root_ids, sample_digests
 from ..tables import Column, Table
 from .rng import signed
-from .sampler import Numbers, length
+from .sampler import length
 
 LOADER = Table("loader", (
     Column("loader", "int32", "", "loader of this process, in the order of first iteration"),

@@ -76,7 +76,7 @@ def install(emit: Emit) -> Undo:
             sweep("end", agent.window.step)
 
     def ending() -> None:
-        step = agent.window.step - 1 + (1 if agent.window.stepped else 0)
+        step = agent.window.step - 1
         if step > 0 and passed != [step, catalogue.generation]:
             sweep("final", step, everything=True)
 

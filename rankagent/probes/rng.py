@@ -48,6 +48,7 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     last: dict[str, str] = {}
     calls = [0]
+    inside: list[bool] = []
 
     def seeded(library: str, call: str, seed: Any) -> None:
         last[library] = "" if seed is None else str(seed)[:200]
@@ -58,7 +59,13 @@ def install(emit: Emit) -> Undo:
     def watch(library: str, owner: Any, name: str) -> Undo:
         def make(original: Any) -> Any:
             def seed(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
+                inside.append(True)  # torch.manual_seed seeds the devices through their own functions
+                try:
+                    result = original(*args, **kwargs)
+                finally:
+                    inside.pop()
+                if inside:
+                    return result
                 given = args[0] if args else next(iter(kwargs.values()), None)
                 emit.guarded(seeded, library, name, result if name == "seed" and library == "torch" else given)
                 return result

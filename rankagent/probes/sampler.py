@@ -7,7 +7,6 @@ Blind to  samplers of other classes (their order is seen through the batches)
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from ..agent import Emit
@@ -31,8 +30,7 @@ TABLE = Table("sampler", (
 
 def install(emit: Emit) -> Undo:
     distributed = emit.agent.torch.utils.data.distributed.DistributedSampler
-    numbers = Numbers()
-    emit.agent.samplers = numbers
+    numbers = emit.agent.samplers
 
     def note(sampler: Any, event: str) -> None:
         emit(TABLE, (numbers.of(sampler), sampler.num_replicas, sampler.rank, int(sampler.seed), int(sampler.epoch),
@@ -52,24 +50,6 @@ def install(emit: Emit) -> Undo:
 
     return undo_all([replace(distributed, "__init__", after("init")), replace(distributed, "set_epoch", after("set_epoch")),
                      replace(distributed, "__iter__", after("iter"))])  # fmt: skip
-
-
-class Numbers:
-    """Numbers objects in the order they are first seen, without keeping them alive."""
-
-    def __init__(self) -> None:
-        self._known: list[weakref.ReferenceType[Any]] = []
-
-    def of(self, item: Any) -> int:
-        known = self.find(item)
-        if known < 0:
-            self._known.append(weakref.ref(item))
-            known = len(self._known) - 1
-        return known
-
-    def find(self, item: Any) -> int:
-        """The item's number, -1 when it has none."""
-        return next((i for i, ref in enumerate(self._known) if ref() is item), -1)
 
 
 def length(sized: Any) -> int:

@@ -1,0 +1,24 @@
+"""Numbers for objects in the order they are first seen, without keeping them alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class Numbers:
+    """`of` numbers an object, `find` only looks. A freed object's number is not given again."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ReferenceType[Any]] = []
+
+    def of(self, item: Any) -> int:
+        known = self.find(item)
+        if known < 0:
+            self._known.append(weakref.ref(item))
+            known = len(self._known) - 1
+        return known
+
+    def find(self, item: Any) -> int:
+        """The item's number, -1 when it has none."""
+        return next((i for i, ref in enumerate(self._known) if ref() is item), -1)
