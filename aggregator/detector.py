@@ -56,25 +56,36 @@ def codes_of(module: ModuleType) -> tuple[str, ...]:
     return (module.CODE,) if isinstance(module.CODE, str) else tuple(module.CODE)
 
 
-def load() -> tuple[ModuleType, ...]:
-    """Every module of `detectors/`, by name. Raises TypeError that names the file when one lacks a part of the contract."""
+def names() -> tuple[str, ...]:
+    """The modules of `detectors/`, in alphabetical order."""
     from . import detectors
 
-    found = []
-    for info in sorted(pkgutil.iter_modules(detectors.__path__), key=lambda i: i.name):
-        module = importlib.import_module(f"{detectors.__name__}.{info.name}")
-        missing = [n for n in NAMES if not hasattr(module, n)]
-        missing += [f"the docstring label {label!r}" for label in LABELS if f"\n{label}" not in (module.__doc__ or "")]
-        if missing:
-            raise TypeError(f"{module.__file__}: a detector needs {', '.join(missing)}")
-        found.append(module)
-    return tuple(found)
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(detectors.__path__)))
 
 
-def run(module: ModuleType, connection: duckdb.DuckDBPyConnection, facts: RunFacts) -> Ruling:
-    """Judge one run by one detector. Errors of the query or the function are not caught here (see `verdict`)."""
+def load_one(name: str) -> ModuleType:
+    """One module of `detectors/`. Raises TypeError that names the file when it lacks a part of the contract."""
+    module = importlib.import_module(f"{__package__}.detectors.{name}")
+    missing = [n for n in NAMES if not hasattr(module, n)]
+    missing += [f"the docstring label {label!r}" for label in LABELS if f"\n{label}" not in (module.__doc__ or "")]
+    if missing:
+        raise TypeError(f"{module.__file__}: a detector needs {', '.join(missing)}")
+    return module
+
+
+def load() -> tuple[ModuleType, ...]:
+    """Every detector. Raises TypeError that names the file at the first that lacks a part of the contract."""
+    return tuple(load_one(name) for name in names())
+
+
+def run(module: ModuleType, connection: duckdb.DuckDBPyConnection, facts: RunFacts,
+        coverage: dict[str, tuple[int, int]] | None = None) -> Ruling:  # fmt: skip
+    """Judge one run by one detector. Errors of the query or the function are not caught here (see `verdict`).
+
+    `coverage` keeps what was counted per table, so that twenty detectors don't count the same rows twenty times.
+    """
     codes = codes_of(module)
-    checked, lacking = _coverage(module.NEEDS, connection)
+    checked, lacking = _coverage(module.NEEDS, connection, {} if coverage is None else coverage)
     if lacking:
         outcome = Abstention("INSUFFICIENT_EVIDENCE", lacking)
         return Ruling(tuple(RuleVerdict(c, outcome.outcome, outcome.why, checked) for c in codes), ())
@@ -92,13 +103,16 @@ def _parameters(module: ModuleType) -> dict[str, Any]:
     return {k: v for k, v in module.PARAMS.items() if f"${k}" in module.SQL}
 
 
-def _coverage(needs: Mapping[str, int], connection: duckdb.DuckDBPyConnection) -> tuple[Checked, str]:
+def _coverage(needs: Mapping[str, int], connection: duckdb.DuckDBPyConnection,
+              coverage: dict[str, tuple[int, int]]) -> tuple[Checked, str]:  # fmt: skip
     """What the needed tables hold, and a sentence when that is too little."""
     checked = Checked()
     for table, fewest in needs.items():
-        steps, ranks = connection.execute(
-            f'SELECT count(DISTINCT (attempt, step)) FILTER (WHERE step > 0), count(DISTINCT rank) FROM "{table}"'
-        ).fetchall()[0]
+        if table not in coverage:
+            coverage[table] = connection.execute(
+                f'SELECT count(DISTINCT (attempt, step)) FILTER (WHERE step > 0), count(DISTINCT rank) FROM "{table}"'
+            ).fetchall()[0]
+        steps, ranks = coverage[table]
         if ranks < fewest:
             return checked, f"table {table} has rows of {ranks} rank(s), {fewest} needed"
         if not checked.ranks:
@@ -114,5 +128,3 @@ def _verdict(code: str, said: list[Finding | Abstention], checked: Checked) -> R
         if isinstance(s, Abstention):
             return RuleVerdict(code, s.outcome, s.why, checked)
     return RuleVerdict(code, "CLEAR", f"checked {checked.steps} steps of {checked.ranks} rank(s)", checked)
-
-

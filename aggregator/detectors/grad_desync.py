@@ -1,0 +1,60 @@
+"""Gradients differ between replicas when the optimizer gets them: the reduction left them out, or something came after.
+
+Reads     grad (stage reduced), param, tensor, step
+Says      which ranks, from which step on, which tensors; a gradient that some ranks lack counts as different
+Unknown   only unwrapped, ignored or sharded tensors; steps that no longer correspond
+Blind to  steps between two sweeps; a wrong value that all replicas share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from .. import replicas
+from ..detector import RunFacts
+from ..findings import Abstention, Finding
+from ..replicas import Row
+
+CODE = "GRAD_DESYNC"
+NEEDS = {"grad": 1, "tensor": 1}
+PARAMS: Mapping[str, object] = {}
+
+# Unwrapped models are PARAM_DESYNC's: whoever averages parameters has gradients that differ by design. A step that
+# the loss scaler left out threw its gradients away.
+SQL = replicas.parted_sql(
+    """SELECT g.rank, g.attempt, g.pid, g.generation, greatest(g.step, 1) AS step, g.tensors, 1 AS sweep,
+              list_transform(list_zip(g.l2, g.digest), lambda x: CASE WHEN x[1] = -1 THEN -1 ELSE x[2] END) AS marks
+       FROM grad g
+       LEFT JOIN (SELECT DISTINCT attempt, step FROM step WHERE skipped) s ON s.attempt = g.attempt AND s.step = g.step
+       WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
+    "kind = 'param' AND sharing <> 'plain'",
+    settled="""coalesce((SELECT bool_and(NOT differs) FROM (
+        SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
+        FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p
+        WHERE p.attempt = a.attempt AND p.step >= a.first // 4), FALSE)""",
+)
+
+
+def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    """One finding per set of ranks and first step."""
+    abstention = replicas.unjudged(rows[0], run.world_size)
+    if abstention:
+        yield abstention
+        return
+    differing = [r for r in rows if r.name is not None]
+    for parting in replicas.partings(differing, "reduced gradient"):
+        first = parting.rows[0]
+        if first.settled:
+            when = ", yet the parameters agree after every step: something evens them out"
+            yield replicas.finding(replace(parting, severity="note", when=when))
+            continue
+        if first.sharing == "late":
+            when, check = ": it was added after DDP was built", "build DDP after the last parameter was added"
+        elif parting.odd.decided:
+            when, check = "", "look for code on this rank that changes gradients after backward"
+        else:
+            when = ": DDP did not reduce it"
+            check = "is the wrapper itself called (not .module), and is the last backward of a step outside no_sync?"
+        yield replicas.finding(replace(parting, when=when, next_check=check))
+    yield from replicas.left_open(rows[0], run)

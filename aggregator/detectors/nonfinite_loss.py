@@ -1,0 +1,94 @@
+"""The loss of a backward is NaN or Inf.
+
+Reads     loss, step
+Says      the ranks on which it began, at which step and micro-step, and the value
+Unknown   no rank recorded a loss
+Blind to  losses that never reach backward; overflow that a loss scaler skips while it looks for its scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..detector import RunFacts
+from ..findings import Abstention, Evidence, Finding
+from ..groups import listed, unheard
+
+CODE = "NONFINITE_LOSS"
+NEEDS = {"loss": 1}
+PARAMS: Mapping[str, object] = {
+    # torch's GradScaler starts at 2**16 and halves: a healthy model finds its scale within a handful of skips.
+    "settling": 10,
+}
+SHOWN = 8
+
+# A non-finite loss under a loss scale whose step was skipped (or is not over yet) is forgiven, unless `settling` of
+# them follow each other.
+SQL = """
+WITH flagged AS (
+    SELECT l.rank, l.attempt, l.step, l.nonfinite > 0 AS bad, l.first_nonfinite, l.total, l.last, l.backwards,
+           l.nonfinite > 0 AND l.scale <> 1 AND coalesce(s.skipped, TRUE) AS skipped
+    FROM loss l LEFT JOIN (SELECT rank, attempt, step, bool_or(skipped) AS skipped FROM step GROUP BY ALL) s
+      ON s.rank = l.rank AND s.attempt = l.attempt AND s.step = l.step
+    WHERE l.attempt IN (SELECT attempt FROM loss WHERE nonfinite > 0)
+),
+streaks AS (
+    SELECT *, row_number() OVER (PARTITION BY rank, attempt ORDER BY step)
+            - row_number() OVER (PARTITION BY rank, attempt, skipped ORDER BY step) AS streak
+    FROM flagged
+),
+sized AS (SELECT *, count(*) OVER (PARTITION BY rank, attempt, skipped, streak) AS length FROM streaks),
+counted AS (SELECT *, bad AND (NOT skipped OR length >= $settling) AS counts FROM sized)
+SELECT rank, attempt, min(step) FILTER (counts) AS first, max(step) FILTER (counts) AS last,
+       count(*) FILTER (counts) AS steps, max(step) FILTER (NOT bad) AS last_finite,
+       max(step) FILTER (NOT bad AND step < f) AS last_good,
+       arg_min(first_nonfinite, step) FILTER (counts) AS micro, arg_min(backwards, step) FILTER (counts) AS backwards,
+       CAST(arg_min(CASE WHEN isfinite(total) THEN last ELSE total END, step) FILTER (counts) AS VARCHAR) AS value
+FROM (SELECT *, min(step) FILTER (counts) OVER (PARTITION BY rank, attempt) AS f FROM counted)
+GROUP BY rank, attempt HAVING bool_or(counts) ORDER BY attempt, first, rank
+"""
+
+
+class Row(NamedTuple):
+    """One rank on which a loss was not finite."""
+
+    rank: int
+    attempt: int
+    first: int
+    last: int
+    steps: int
+    last_finite: int | None
+    last_good: int | None
+    micro: int
+    backwards: int
+    value: str
+
+
+def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    """One finding per attempt: the ranks of the earliest step."""
+    for attempt in sorted({r.attempt for r in rows}):
+        mine = [r for r in rows if r.attempt == attempt]
+        yield _finding([r for r in mine if r.first == mine[0].first], mine)
+    yield from unheard(run)
+
+
+def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
+    first = born[0]
+    ranks = tuple(r.rank for r in born)
+    followed = [r for r in all_of if r.first > first.first]
+    after = f"; {listed(r.rank for r in followed)} followed at step {followed[0].first}" if followed else ""
+    return Finding(
+        ranks=ranks,
+        first_step=first.first,
+        last_good_step=first.last_good,
+        last_step=max(r.last for r in all_of),
+        attempt=first.attempt,
+        subject="loss",
+        summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}",
+        evidence=tuple(
+            Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
+            for r in born[:SHOWN]
+        ),
+        next_check="look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
+    )

@@ -1,0 +1,230 @@
+"""Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far.
+
+Reads     memory, proc, host, step
+Says      the limit, usage, growth per step, the projected step, the ranks that grow
+Unknown   no limit seen, or fewer than 20 steps since it was
+Blind to  device memory; a single allocation that is larger than what is left
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from ..detector import RunFacts
+from ..findings import Abstention, Evidence, Finding
+from ..wording import ranks_text
+
+CODE = "OOM_PRECURSOR"
+NEEDS = {"memory": 1}
+PARAMS = {
+    "fewest": 20,  # samples: 8 blocks of at least 2; the first few steps of any program allocate
+    "block": 10,  # samples: minima over 10 steps are all but independent (AR 0.8: 0.4 % false alarms)
+    "least_blocks": 8,  # with 7 no trend at all reaches z > 3.09
+    "most_blocks": 32,  # more add nothing to a trend and their pairs grow with the square
+}
+
+# `place` is the rank, or the node for limits that its ranks share; -1 as a limit means none.
+SQL = """
+WITH node AS (
+    SELECT rank, attempt, any_value(node) AS node FROM proc WHERE rank >= 0 GROUP BY ALL
+), paced AS (
+    SELECT attempt, step, max(time_ns) AS time_ns FROM step GROUP BY ALL
+), host_step AS (
+    SELECT p.attempt, p.step, h.* EXCLUDE (attempt, step)
+    FROM host h ASOF JOIN paced p ON h.time_ns >= p.time_ns
+), process AS (
+    SELECT p.* EXCLUDE (step), s.step FROM proc p ASOF JOIN step s
+    ON p.rank = s.rank AND p.attempt = s.attempt AND p.time_ns >= s.time_ns
+), series AS (
+    SELECT 'address space (RLIMIT_AS)' AS kind, attempt, rank AS place, step, seq, vms_bytes AS used,
+           limit_as_bytes AS ceiling FROM memory
+    UNION ALL
+    SELECT 'data segment (RLIMIT_DATA)', attempt, rank, step, seq, data_bytes, limit_data_bytes FROM process
+    UNION ALL
+    SELECT 'cgroup memory', attempt, node, step, seq, cgroup_used_bytes, cgroup_limit_bytes FROM host_step
+    UNION ALL
+    SELECT 'physical memory', attempt, node, step, seq, memory_total_bytes - memory_available_bytes, memory_total_bytes
+    FROM host_step
+    UNION ALL
+    SELECT 'resident', attempt, rank, step, seq, rss_bytes, 1 FROM memory
+), numbered AS (
+    SELECT *, row_number() OVER w AS n, count(*) OVER (PARTITION BY kind, attempt, place) AS total,
+           last_value(ceiling) OVER (w ROWS BETWEEN UNBOUNDED PRECEDING AND UNBOUNDED FOLLOWING) AS last_ceiling
+    FROM series WHERE ceiling > 0 AND used > 0 AND step > 0
+    WINDOW w AS (PARTITION BY kind, attempt, place ORDER BY step, seq)
+), blocks AS (
+    SELECT kind, attempt, place, last_ceiling, total,
+           (n - 1) * greatest($least_blocks, least($most_blocks, total // $block)) // total AS block, min(used) AS low,
+           arg_min(step, used) AS low_step, max(used) AS high, arg_max(used, n) AS used,
+           min(step) AS first, max(step) AS step
+    FROM numbered WHERE total >= $fewest GROUP BY ALL
+), judged AS (
+    SELECT kind, attempt, place, any_value(last_ceiling) AS ceiling, list(low ORDER BY block) AS lows,
+           list(low_step ORDER BY block) AS steps, max(high) AS high, arg_max(used, block) AS used, min(first) AS first,
+           max(step) AS last
+    FROM blocks GROUP BY ALL
+), short AS (
+    SELECT kind, attempt, place, any_value(last_ceiling) AS ceiling, [] AS lows, [] AS steps, max(used) AS high,
+           max(used) AS used, min(step) AS first, max(step) AS last FROM numbered WHERE total < $fewest GROUP BY ALL
+)
+SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last
+FROM (SELECT * FROM judged UNION ALL SELECT * FROM short) j
+LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
+ORDER BY j.attempt, j.kind, j.place
+"""
+
+TREND_Z = 3.09  # one-sided p of 0.001
+LOWER_Z = 1.645  # the slope's 95 % lower bound: what is projected should rather be late than early
+LEAST_GROWTH = 0.01  # of the limit: less is the noise of allocators and page caches
+NEAR = 0.95  # of the limit: usage that got here while rising was seen, not projected
+SHARED = ("cgroup memory", "physical memory")  # limits of a whole node
+
+
+class Row(NamedTuple):
+    kind: str
+    attempt: int
+    place: int
+    node: int
+    limit: int
+    lows: list[int]  # smallest usage in each block; empty when the series is too short
+    steps: list[int]  # step of each of them
+    high: int
+    used: int  # at the last sample
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A rising series: `slope` in bytes a step, the cautious one that is projected."""
+
+    z: float
+    slope: float
+    growth: int
+
+
+def trend(values: Sequence[int], steps: Sequence[int]) -> Trend | None:
+    """The trend of block minima, None unless it is certain, steady and still going on in the last third."""
+    z = mann_kendall_z(values)
+    if z <= TREND_Z:
+        return None
+    middle, lower = theil_sen(values, steps)
+    third = max(3, len(values) // 3)
+    late, _ = theil_sen(values[-third:], steps[-third:])
+    # a cache that fills rises ever more slowly: below half the whole window's pace it is levelling off
+    if lower <= 0 or late < middle / 2:
+        return None
+    return Trend(z, min(lower, late), values[-1] - values[0])
+
+
+def mann_kendall_z(values: Sequence[int]) -> float:
+    """Mann-Kendall statistic with continuity correction and ties; above 0 for a rise, 0 for fewer than 3 values."""
+    n = len(values)
+    if n < 3:
+        return 0.0
+    score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
+    ties = sum(t * (t - 1) * (2 * t + 5) for t in (list(values).count(v) for v in set(values)))
+    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
+    if variance <= 0 or score == 0:
+        return 0.0
+    return (score - math.copysign(1, score)) / math.sqrt(variance)
+
+
+def theil_sen(values: Sequence[int], steps: Sequence[int]) -> tuple[float, float]:
+    """Median of the slopes of all pairs, and its lower bound (Sen 1968) at LOWER_Z; (0, 0) when no step passed."""
+    slopes = sorted(
+        (b - a) / (steps[j] - steps[i])
+        for i, a in enumerate(values)
+        for j, b in enumerate(values[i + 1 :], i + 1)
+        if steps[j] > steps[i]
+    )
+    if not slopes:
+        return 0.0, 0.0
+    n = len(values)
+    width = LOWER_Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    return median(slopes), slopes[max(0, min(len(slopes) - 1, int((len(slopes) - width) / 2)))]
+
+
+def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    rows = list(rows)
+    limited = [r for r in rows if r.kind != "resident"]
+    rising: dict[tuple[int, str], list[tuple[Row, Trend]]] = defaultdict(list)
+    for row in limited:
+        seen = _nears(row)
+        if seen is not None:
+            rising[row.attempt, row.kind].append((row, seen))
+    for (attempt, kind), members in rising.items():
+        yield _finding(kind, members, _ranks(members, [r for r in rows if r.attempt == attempt]))
+    if not limited:
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE", "no limit of address space, data segment, cgroup or machine was recorded"
+        )
+    elif len({r.place for r in rows if r.kind == "resident"}) < run.world_size:
+        yield Abstention("INSUFFICIENT_EVIDENCE", f"not all of {run.world_size} ranks recorded their memory")
+    elif not any(r.lows for r in limited):
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE", f"fewer than {PARAMS['fewest']} steps were recorded below a memory limit"
+        )
+
+
+def _nears(row: Row) -> Trend | None:
+    """The trend that leads to the limit within as many further steps as were seen; None without one."""
+    if not row.lows or row.lows[-1] - row.lows[0] < LEAST_GROWTH * row.limit:
+        return None
+    found = trend(row.lows, row.steps)
+    if found is None:
+        return None
+    soon = (row.limit - row.used) / found.slope <= row.last - row.first + 1
+    return found if soon or row.high >= NEAR * row.limit else None
+
+
+def _ranks(members: Sequence[tuple[Row, Trend]], rows: Sequence[Row]) -> tuple[int, ...]:
+    """The ranks that grow; for a limit of a node, those of its ranks whose resident memory rises."""
+    if members[0][0].kind not in SHARED:
+        return tuple(sorted(r.place for r, _ in members))
+    nodes = {r.place for r, _ in members}
+    of_nodes = [r for r in rows if r.kind == "resident" and r.node in nodes]
+    growing = [r.place for r in of_nodes if r.lows and trend(r.lows, r.steps) is not None]
+    return tuple(sorted(growing or [r.place for r in of_nodes]))
+
+
+def _finding(kind: str, members: Sequence[tuple[Row, Trend]], ranks: tuple[int, ...]) -> Finding:
+    nearest, slope = min(members, key=lambda m: (m[0].limit - m[0].used) / m[1].slope)
+    left = max(0, math.ceil((nearest.limit - nearest.used) / slope.slope))
+    near = any(r.high >= NEAR * r.limit for r, _ in members)
+    share = nearest.used / nearest.limit
+    return Finding(
+        ranks=ranks,
+        first_step=min(r.first for r, _ in members),
+        last_step=max(r.last for r, _ in members),
+        attempt=nearest.attempt,
+        severity="warning",
+        evidence_state="OBSERVED" if near else "INFERRED",
+        subject=kind,
+        summary=f"{kind} of {ranks_text(ranks)} grows by {_mib(slope.slope)} a step and is at {share:.0%} "
+        f"of its limit of {_mib(nearest.limit)} at step {nearest.last}: "
+        f"at this pace it is full near step {nearest.last + left}",
+        evidence=tuple(_evidence(r, t) for r, t in members[:8]),
+        cannot_conclude=(
+            "what holds the memory",
+            "whether the growth would have gone on: a cache may be about to fill",
+        ),
+        next_check="look for lists, caches or graphs that are kept from step to step",
+    )
+
+
+def _evidence(row: Row, found: Trend) -> Evidence:
+    value = (
+        f"{_mib(row.used)} used, +{_mib(found.growth)} since step {row.first}, +{_mib(found.slope)} a step "
+        f"(Mann-Kendall z {found.z:.1f}, lower bound of the slope)"
+    )
+    return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {_mib(row.limit)}")
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:.4g} MiB"

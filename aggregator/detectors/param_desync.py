@@ -1,0 +1,102 @@
+"""Parameters that replicas must share differ: the bits are compared, so one step is proof.
+
+Reads     param, tensor, step, loss
+Says      which ranks stand apart, from which step on, which tensors, and their digests
+Unknown   no two ranks that share a tensor; steps that no longer correspond; models maybe split by hand
+Blind to  steps between two sweeps; shards and whatever DDP was told to ignore
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from .. import replicas
+from ..detector import RunFacts
+from ..findings import Abstention, Finding, Severity
+from ..replicas import FINAL, START, Parting, Row
+
+CODE = "PARAM_DESYNC"
+NEEDS = {"param": 1, "tensor": 1}
+# DDP under no_sync with a periodic average comes together again and again; a fault does so at most once (a reload).
+PERIODIC_RETURNS = 2
+PARAMS: Mapping[str, object] = {}
+
+SQL = replicas.parted_sql(
+    """SELECT rank, attempt, pid, generation, greatest(step, 1) AS step, tensors, digest AS marks,
+              CASE stage WHEN 'start' THEN 0 WHEN 'end' THEN 1 ELSE 2 END AS sweep
+       FROM param WHERE len(digest) > 0""",
+    "kind = 'param'",
+)
+
+NO_WRAPPER = "that these tensors are replicas is not declared: no wrapper holds them, their ranks share a process group"
+CUSTOM = "whether the program wrote them (averaging, loading, clipping) or something hit the rank's memory"
+
+
+def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    """Findings for wrapped models, then for unwrapped ones, then what could not be judged."""
+    abstention = replicas.unjudged(rows[0], run.world_size)
+    if abstention:
+        yield abstention
+        return
+    differing = [r for r in rows if r.name is not None]
+    # A frozen tensor that moves by itself is an average kept inside the model, often on one rank only.
+    wrapped = [r for r in differing if r.sharing != "plain" and (r.owned or not r.drifts)]
+    for parting in replicas.partings(wrapped, "parameter"):
+        yield from _wrapped(parting, run)
+    plain = [r for r in differing if r.sharing == "plain" and r.owned]
+    for model in replicas.same_model(plain):
+        yield from _unwrapped(model, run)
+    yield from replicas.left_open(rows[0], run)
+
+
+def _wrapped(parting: Parting, run: RunFacts) -> Iterator[Finding]:
+    first = parting.rows[0]
+    if first.first_sweep == FINAL:
+        yield from _after_training(parting, run)
+    elif first.returns >= PERIODIC_RETURNS:
+        when = f", and they agree again {first.returns} times, as local training with a periodic average does"
+        yield replicas.finding(replace(parting, severity="note", when=when))
+    elif first.first_sweep == START:
+        check = "compare what each rank loaded or drew before the first step, and whether DDP was built before or after"
+        yield replicas.finding(replace(parting, when=", before the first update", next_check=check))
+    else:
+        check = "look at what this rank runs between its backward and the end of the step: own writes, hooks, loads"
+        if not parting.odd.decided:
+            check = "see GRAD_DESYNC and HPARAM_DESYNC at this step: a reduction left out, or settings that differ"
+        yield replicas.finding(replace(parting, cannot_conclude=(CUSTOM,), next_check=check))
+
+
+def _after_training(parting: Parting, run: RunFacts) -> Iterator[Finding]:
+    """Only the sweep when the process ended differs: weights loaded for a last evaluation, or the steps in between."""
+    if run.status != "finished":
+        return  # ranks that were stopped are not at one point of the program
+    unknown = "whether training or what follows it (a best checkpoint loaded on one rank) changed them"
+    yield replicas.finding(
+        replace(parting, severity="note", when=", when the process ended", cannot_conclude=(unknown,))
+    )
+
+
+def _unwrapped(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    """Tensors of one model that no wrapper holds: replicas only if nothing speaks for a layout made by hand."""
+    together = list(replicas.partings([r for r in rows if r.first_sweep != FINAL], "parameter"))
+    undecided = [p for p in together if not p.odd.decided]
+    for parting in together:
+        if parting.odd.decided and not parting.rows[0].returns:
+            yield replicas.finding(replace(parting, severity="warning", cannot_conclude=(NO_WRAPPER,)))
+    if not undecided or any(r.returns for r in rows):
+        return  # ranks that come together again average by themselves
+    census, kept, unlike = rows[0], rows[0].kept, rows[0].unlike
+    if not census.own_losses:
+        why = "unwrapped tensors differ, but the ranks do not each have a loss of their own: one model split by hand?"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    elif kept and unlike:
+        # replicated norms beside weights that were never alike: tensor parallelism by hand looks like this
+        why = f"{kept} unwrapped trained tensors agree, {unlike} differed from the start: a layout made by hand?"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    else:
+        check = "wrap the model in DDP, or reduce the gradients of every parameter by hand"
+        for parting in undecided:
+            # Some agree and some came apart: a reduction that forgot them, or experts that each rank has of its own.
+            severity: Severity = "note" if kept else "warning"
+            yield replicas.finding(replace(parting, severity=severity, cannot_conclude=(NO_WRAPPER,), next_check=check))

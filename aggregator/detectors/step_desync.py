@@ -1,0 +1,182 @@
+"""Ranks that reduce their gradients together took different numbers of steps, or of backwards per step.
+
+Reads     step, tensor, event, exit, memory
+Says      which ranks, by how much, and from which step on
+Unknown   steps that were inferred; models that no wrapper couples; a running or killed run's last steps
+Blind to  a step more or less that a job's end explains; ranks that Join lets run out of data
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..detector import RunFacts
+from ..findings import Abstention, Evidence, Finding
+from ..groups import listed, split, unheard
+
+CODE = "STEP_DESYNC"
+NEEDS = {"step": 1, "tensor": 1}
+SHOWN = 8
+PARAMS: Mapping[str, object] = {
+    "steady": 0.9,  # ranks that fill a budget of tokens vary from step to step; a fault keeps one offset
+}
+LEAST_STEPS = 3  # fewer could be the start or the tail of an epoch
+LEAST_SHARE = 0.5  # an accumulation window cut short at an epoch's end is in the minority
+# Within one reduction a rank can be at most one finished step ahead of a rank that died in the next one.
+STOPPED_SLACK = 2
+
+# Ranks are coupled when one set of peers reduces together (or shards one model). Backwards are compared as offsets
+# from the coupled group's first rank, so that a window that varies for all of them alike is no difference.
+SQL = """
+WITH coupled AS (
+    SELECT rank, attempt, min(hash(peers)) AS team FROM tensor WHERE sharing <> 'plain' AND sharing <> 'ignored'
+    GROUP BY rank, attempt
+),
+mine AS (
+    SELECT s.rank, s.attempt, c.team, s.step, max(s.backwards) AS backwards, bool_or(s.inferred) AS inferred
+    FROM step s JOIN coupled c USING (rank, attempt) WHERE s.step > 0 GROUP BY ALL
+),
+ends AS (
+    SELECT rank, attempt, team, max(step) AS last, bool_or(inferred) AS inferred FROM mine GROUP BY ALL
+),
+teams AS (SELECT attempt, team, min(last) AS common, min(rank) AS lead FROM ends GROUP BY ALL),
+beside AS (
+    SELECT m.rank, m.attempt, m.team, m.step, m.backwards, m.backwards - l.backwards AS more
+    FROM mine m JOIN teams t ON t.attempt = m.attempt AND t.team = m.team AND m.step <= t.common
+    JOIN mine l ON l.rank = t.lead AND l.attempt = m.attempt AND l.step = m.step
+),
+unequal AS (
+    SELECT attempt, team, step FROM beside GROUP BY ALL HAVING min(more) <> max(more)
+),
+span AS (
+    SELECT attempt, team, min(step) AS first, max(step) AS last, count(*) AS steps FROM unequal GROUP BY ALL
+),
+offset_of AS (
+    SELECT b.rank, b.attempt, mode(b.more) AS more, arg_min(b.backwards, b.step) AS backwards,
+           max(b.step) - min(b.step) + 1 AS steps, list(b.more) AS all_more
+    FROM beside b JOIN span s ON s.attempt = b.attempt AND s.team = b.team AND b.step >= s.first
+    GROUP BY b.rank, b.attempt
+),
+died AS (
+    SELECT rank, attempt, min(ended_ns) AS ended FROM exit WHERE exit_code <> 0 AND NOT stopped_by_launcher GROUP BY ALL
+)
+SELECT e.attempt, e.rank, e.team, e.last, t.common, e.inferred,
+       e.attempt IN (SELECT attempt FROM event WHERE kind = 'join') AS joined,
+       e.attempt IN (SELECT attempt FROM memory WHERE cuda_allocated_bytes >= 0) AS runs_ahead,
+       d.rank IS NOT NULL AND d.ended = min(d.ended) OVER (PARTITION BY e.attempt) AS died_first,
+       count(d.rank) OVER (PARTITION BY e.attempt) > 0 AS death_seen,
+       coalesce(s.steps, 0) AS unequal, s.first, s.last AS last_unequal, coalesce(o.more, 0) AS more,
+       coalesce(o.backwards, 0) AS backwards,
+       coalesce(len(list_filter(o.all_more, lambda x: x = o.more)) >= $steady * len(o.all_more), TRUE) AS steady
+FROM ends e JOIN teams t USING (attempt, team)
+LEFT JOIN span s USING (attempt, team)
+LEFT JOIN offset_of o ON o.rank = e.rank AND o.attempt = e.attempt
+LEFT JOIN died d ON d.rank = e.rank AND d.attempt = e.attempt
+ORDER BY e.attempt, e.team, e.rank
+"""
+
+
+class Row(NamedTuple):
+    """How far one rank came in one attempt, and how its backwards stand to those of its group."""
+
+    attempt: int
+    rank: int
+    team: int  # ranks with the same number reduce together
+    last: int
+    common: int  # the last step that the whole group took
+    inferred: bool
+    joined: bool
+    runs_ahead: bool  # the host does not wait for an accelerator: last steps may lie apart
+    died_first: bool
+    death_seen: bool
+    unequal: int  # common steps at which the group's backwards differ
+    first: int | None
+    last_unequal: int | None
+    more: int  # this rank's usual offset from the first rank of the group, from `first` on
+    backwards: int
+    steady: bool  # it keeps that offset
+
+
+def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    """Judge each coupled group of each attempt for itself."""
+    if run.world_size < 2:
+        yield Abstention("NOT_APPLICABLE", "a single rank has nobody to differ from")
+        return
+    teams: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        teams[row.attempt, row.team].append(row)
+    judged = {key: team for key, team in teams.items() if len(team) > 1}
+    if not judged:
+        yield Abstention("INSUFFICIENT_EVIDENCE", "no two ranks whose steps a wrapper couples were recorded")
+        return
+    last_attempt = max(attempt for attempt, _ in judged)
+    for (attempt, _), team in judged.items():
+        if any(r.inferred for r in team):
+            why = "step boundaries were inferred on some rank: nothing counts its steps exactly"
+            yield Abstention("INSUFFICIENT_EVIDENCE", why)
+            continue
+        yield from _backwards(team)
+        # An attempt that another one followed was stopped, whatever the run's end.
+        yield from _counts(team, run.status if attempt == last_attempt else "failed")
+    yield from unheard(run)
+
+
+def _counts(team: Sequence[Row], status: str) -> Iterator[Finding]:
+    first = team[0]
+    if first.joined or len({r.last for r in team}) == 1 or status == "running":
+        return
+    stopped = status != "finished"
+    if stopped and (first.runs_ahead or not first.death_seen):
+        return  # the last steps of a stopped job may lie apart, and nobody knows who stopped first
+    far, near = max(r.last for r in team), min(r.last for r in team)
+    if stopped and (far - near < STOPPED_SLACK or any(r.died_first for r in team if r.last == near)):
+        return
+    odd = split({r.rank: r.last for r in team})
+    expected = str(odd.shared) if odd.decided else "the same on all ranks"
+    yield Finding(
+        ranks=odd.odd,
+        first_step=near + 1,
+        last_good_step=near or None,
+        last_step=far,
+        attempt=first.attempt,
+        subject="steps",
+        severity="warning",
+        summary=f"{listed(odd.odd)}: numbers of steps differ, from {near} to {far}",
+        evidence=tuple(
+            Evidence(r.rank, r.last, "steps taken", str(r.last), expected) for r in team if r.rank in odd.odd
+        )[:SHOWN],
+        cannot_conclude=() if odd.decided else ("which number was meant: no majority of the ranks agrees",),
+        next_check="compare the number of batches on each rank, and branches that leave out a step",
+    )
+
+
+def _backwards(team: Sequence[Row]) -> Iterator[Finding]:
+    first = team[0]
+    if first.first is None or first.unequal < LEAST_STEPS or first.unequal <= LEAST_SHARE * first.common:
+        return
+    if not all(r.steady for r in team):
+        return
+    odd = split({r.rank: r.more for r in team})
+    usual = [r.backwards for r in team if r.rank not in odd.odd]
+    expected = str(usual[0]) if usual else "the same on all ranks"
+    counts = ", ".join(str(n) for n in sorted({r.backwards for r in team if r.rank in odd.odd}))
+    yield Finding(
+        ranks=odd.odd,
+        first_step=first.first,
+        last_good_step=first.first - 1 if first.first > 1 else None,
+        last_step=first.last_unequal,
+        attempt=first.attempt,
+        subject="backwards",
+        severity="warning",
+        summary=f"{listed(odd.odd)}: {counts} backwards in step {first.first}, {expected} elsewhere; "
+        f"so at {first.unequal} of {first.common} steps",
+        evidence=tuple(
+            Evidence(r.rank, first.first, "backwards in the step", str(r.backwards), expected)
+            for r in team
+            if r.rank in odd.odd
+        )[:SHOWN],
+        cannot_conclude=() if odd.decided else ("which number was meant: no majority of the ranks agrees",),
+        next_check="compare the accumulation setting of the ranks",
+    )

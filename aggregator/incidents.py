@@ -1,0 +1,116 @@
+"""Findings -> incidents: graded by how they are known, merged where they are one event, ordered, with stable ids.
+
+Pure functions of values. Nothing here says what caused what: "follows" is an order in time that was observed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from .findings import Evidence, Finding, Incident, Severity
+
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
+
+# Non-finite values travel this way within a step: data, loss, gradients, parameters.
+CHAIN = ("NONFINITE_INPUT", "NONFINITE_LOSS", "NONFINITE_GRAD", "NONFINITE_PARAM")
+
+EVIDENCE_LIMIT = 64  # a merged incident stays readable; how many were left out is said in its last line
+NAMED_SUBJECTS = 3  # further subjects that a summary names before it counts
+
+Coded = tuple[str, Finding]
+
+
+def incidents(findings: Iterable[Coded]) -> tuple[Incident, ...]:
+    """All incidents of a run. Hypotheses are none."""
+    known = [(code, graded(f)) for code, f in findings if f.evidence_state != "HYPOTHESIS"]
+    linked = followers_to_notes(merged(known))
+    found = [Incident(incident_id(code, f), code, f) for code, f in linked]
+    return tuple(sorted(found, key=_order))
+
+
+def graded(finding: Finding) -> Finding:
+    """Only what was observed may be critical."""
+    if finding.severity == "critical" and finding.evidence_state != "OBSERVED":
+        return replace(finding, severity="warning")
+    return finding
+
+
+def merged(findings: Sequence[Coded]) -> list[Coded]:
+    """One incident per code, ranks, first step and attempt; its evidence lists the subjects."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for code, f in findings:
+        groups.setdefault((code, tuple(sorted(f.ranks)), f.first_step, f.attempt), []).append(f)
+    return [(str(key[0]), _one(several)) for key, several in groups.items()]
+
+
+def _one(findings: list[Finding]) -> Finding:
+    """The gravest of them speaks (the first of equals), the others add their evidence."""
+    base = min(findings, key=lambda f: SEVERITIES.index(f.severity))
+    if len(findings) == 1:
+        return base
+    others = [f for f in findings if f is not base]
+    names = list(dict.fromkeys(f.subject for f in others if f.subject and f.subject != base.subject))
+    rest = f", {len(names) - NAMED_SUBJECTS} more" if len(names) > NAMED_SUBJECTS else ""
+    also = f" (also {', '.join(names[:NAMED_SUBJECTS])}{rest})" if names else ""
+    last = [f.last_step for f in findings if f.last_step is not None]
+    return replace(
+        base, summary=base.summary + also, evidence=_limited([e for f in [base, *others] for e in f.evidence]),
+        last_step=max(last, default=None),
+        cannot_conclude=tuple(dict.fromkeys(c for f in [base, *others] for c in f.cannot_conclude)),
+    )  # fmt: skip
+
+
+def _limited(evidence: list[Evidence]) -> tuple[Evidence, ...]:
+    distinct = list(dict.fromkeys(evidence))
+    if len(distinct) <= EVIDENCE_LIMIT:
+        return tuple(distinct)
+    left = len(distinct) - EVIDENCE_LIMIT
+    return (*distinct[:EVIDENCE_LIMIT], Evidence(None, None, "further evidence", f"{left} more of the same kind"))
+
+
+def followers_to_notes(findings: Sequence[Coded]) -> list[Coded]:
+    """Of a run of non-finite values the first link keeps its severity; those that follow it become notes."""
+    links = [cf for cf in findings if cf[0] in CHAIN and cf[1].first_step is not None]
+    links.sort(key=lambda cf: (cf[1].attempt, cf[1].first_step or 0, CHAIN.index(cf[0])))
+    roots: dict[int, Coded] = {}  # index of a link -> first link of its run
+    for i, link in enumerate(links):
+        before = next((j for j in range(i) if _follows(links[j], link)), None)
+        if before is not None:
+            roots[i] = roots.get(before, links[before])
+    notes = {id(links[i][1]): _note(links[i][1], root) for i, root in roots.items()}
+    return [(code, notes.get(id(f), f)) for code, f in findings]
+
+
+def _follows(earlier: Coded, later: Coded) -> bool:
+    """Whether `later` began while `earlier` was there: same attempt and, within one step, in the chain's order."""
+    (code_a, a), (code_b, b) = earlier, later
+    if a.attempt != b.attempt or code_a == code_b or a.first_step is None or b.first_step is None:
+        return False
+    if a.first_step == b.first_step:
+        # before the reduction spreads them, values of one rank can't have come from another in the same step
+        apart = code_b != "NONFINITE_PARAM" and not set(a.ranks) & set(b.ranks)
+        return CHAIN.index(code_a) < CHAIN.index(code_b) and not apart
+    # `later` began after its last good check; when `earlier` was over by then, they are two events
+    over = a.first_step if a.last_step is None else max(a.last_step, a.first_step)
+    began_after = b.first_step - 1 if b.last_good_step is None else b.last_good_step
+    return a.first_step < b.first_step and began_after <= over
+
+
+def _note(finding: Finding, root: Coded) -> Finding:
+    code, first = root
+    return replace(finding, severity="note", summary=f"follows {code} at step {first.first_step}: {finding.summary}")
+
+
+def incident_id(code: str, f: Finding) -> str:
+    """The same fault of the same run has the same id at every reading."""
+    said = json.dumps([sorted(f.ranks), f.first_step, f.attempt, f.subject])
+    return f"{code}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+
+
+def _order(incident: Incident) -> tuple[int, int, int, str, str]:
+    f = incident.finding
+    first = -1 if f.first_step is None else f.first_step  # without a step: there from the start
+    return (SEVERITIES.index(f.severity), f.attempt, first, incident.reason_code, incident.id)

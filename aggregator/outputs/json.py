@@ -1,0 +1,103 @@
+"""Values as JSON objects, each with its schema name. Always valid: a number that is not finite becomes a string."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from ..findings import Incident, Verdict
+from ..metrics import MetricRow
+from ..ranks import RankRow
+
+
+def dumps(value: Any) -> str:
+    """Indented JSON in ASCII, so that no terminal acts on it and no stream's encoding matters."""
+    return json.dumps(plain(value), indent=1, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """Only what JSON knows: NaN and infinities as "NaN", "Infinity", "-Infinity", anything foreign as its text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return (
+            value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        )
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(v) for v in value]
+    return value.hex() if isinstance(value, (bytes, bytearray)) else str(value)
+
+
+def verdicts(v: Verdict) -> dict[str, Any]:
+    """The object of `tdbg verdicts --json`."""
+    return {**_head("tdbg.verdicts/1", v), "verdicts": [
+        {"reason_code": r.reason_code, "outcome": r.outcome, "why": r.why,
+         "checked": {"steps": r.checked.steps, "ranks": r.checked.ranks}} for r in v.verdicts
+    ], "incidents": [incident(i) for i in v.incidents]}  # fmt: skip
+
+
+def incidents(v: Verdict) -> dict[str, Any]:
+    """The same object without `verdicts`."""
+    return {**_head("tdbg.verdicts/1", v), "incidents": [incident(i) for i in v.incidents]}
+
+
+def one_incident(v: Verdict, i: Incident) -> dict[str, Any]:
+    """The object of `tdbg incident --json`."""
+    return {**_head("tdbg.incident/1", v), "incident": incident(i)}
+
+
+def incident(i: Incident) -> dict[str, Any]:
+    """An incident with its evidence."""
+    f = i.finding
+    return {
+        "id": i.id, "reason_code": i.reason_code, "severity": f.severity, "evidence_state": f.evidence_state,
+        "ranks": sorted(f.ranks), "first_step": f.first_step, "attempt": f.attempt, "last_good_step": f.last_good_step,
+        "last_step": f.last_step, "subject": f.subject, "summary": f.summary,
+        "evidence": [asdict(e) for e in f.evidence],
+        "cannot_conclude": list(f.cannot_conclude), "next_check": f.next_check,
+    }  # fmt: skip
+
+
+def watch(v: Verdict, rows: Sequence[RankRow]) -> dict[str, Any]:
+    """The object of `tdbg watch --json`: one look."""
+    return {**_head("tdbg.watch/1", v), "ranks": [asdict(r) for r in rows],
+            "incidents": [incident(i) for i in v.incidents]}  # fmt: skip
+
+
+def runs(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The object of `tdbg runs --json`."""
+    return {"schema": "tdbg.runs/1", "runs": list(rows)}
+
+
+def ranks(run: str, rows: Sequence[RankRow]) -> dict[str, Any]:
+    """The object of `tdbg ranks --json`."""
+    return {"schema": "tdbg.ranks/1", "run": run, "ranks": [asdict(r) for r in rows]}
+
+
+def metrics(run: str, rows: Sequence[MetricRow], units: Mapping[str, str]) -> dict[str, Any]:
+    """The object of `tdbg metrics --json`."""
+    return {"schema": "tdbg.metrics/1", "run": run, "units": dict(units), "rows": [asdict(r) for r in rows]}
+
+
+def sql(run: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The object of `tdbg sql --json`: rows as lists, since a query may name two columns alike."""
+    return {"schema": "tdbg.sql/1", "run": run, "columns": list(columns), "rows": [list(r) for r in rows]}
+
+
+def _head(schema: str, v: Verdict) -> dict[str, Any]:
+    q = v.data_quality
+    return {
+        "schema": schema, "run": v.run, "path": v.path, "status": v.status, "world_size": v.world_size,
+        "steps": v.steps, "attempts": v.attempts,
+        "data_quality": {
+            "complete": q.complete, "warnings": list(q.warnings), "dropped_events": q.dropped_events,
+            "ranks_seen": list(q.ranks_seen), "last_step": {str(r): s for r, s in sorted(q.last_step.items())},
+        },
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""GRAD_DESYNC: reduced gradients that differ, and those that may."""
+
+from __future__ import annotations
+
+from kit.replicas import catalogue, sweep
+from kit.rows import Rows
+from tdbg.aggregator.detectors import grad_desync
+from tdbg.aggregator.findings import Finding
+
+SAME = {0: [1, 2], 1: [1, 2], 2: [1, 2]}
+ODD = {0: [1, 2], 1: [1, 2], 2: [1, 3]}
+
+
+def _found(rows: Rows, outcome: str = "INCIDENT", **facts: object) -> list[Finding]:
+    outcomes, found = rows.judge(grad_desync, **({"world_size": 3} | facts))
+    assert outcomes == {"GRAD_DESYNC": outcome}
+    return [f for _, f in found]
+
+
+def _rows(*digests: dict[int, list[int]], sharing: str = "ddp") -> Rows:
+    rows = catalogue(Rows(), len(digests[0]), "a", "b", sharing=sharing)
+    for step, at in enumerate(digests, start=1):
+        sweep(rows, "grad", step, at, "reduced")
+    return rows
+
+
+def test_names_the_rank_whose_reduced_gradient_differs() -> None:
+    (found,) = _found(_rows(SAME, ODD, ODD))
+    assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((2,), 2, 1, "b")
+    assert found.severity == "critical"
+
+
+def test_two_ranks_that_were_never_reduced_are_both_named() -> None:
+    (found,) = _found(_rows({0: [1, 2], 1: [3, 4]}), world_size=2)
+    assert (found.ranks, found.first_step, found.subject) == ((0, 1), 1, "a")
+    assert "did not reduce" in found.summary
+
+
+def test_equal_gradients_are_clear() -> None:
+    assert _found(_rows(SAME, SAME), "CLEAR") == []
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_different() -> None:
+    rows = _rows(SAME, SAME)
+    rows.connection.execute("UPDATE grad SET l2 = [1, -1], digest = [1, 0] WHERE rank = 1 AND step = 2")
+    (found,) = _found(rows)
+    assert (found.ranks, found.evidence[0].value) == ((1,), "no gradient")
+
+
+def test_a_gradient_that_no_rank_has_is_no_difference_whatever_its_digest_says() -> None:
+    rows = _rows(SAME, ODD)
+    rows.connection.execute("UPDATE grad SET l2 = [1, -1] WHERE step = 2")
+    assert _found(rows, "CLEAR") == []
+
+
+def test_local_gradients_are_not_compared() -> None:
+    rows = sweep(_rows(SAME), "grad", 1, {0: [], 1: [], 2: []}, "local", l2=[1.0, 2.0])
+    assert _found(rows, "CLEAR") == []
+
+
+def test_the_gradients_of_a_skipped_step_are_thrown_away() -> None:
+    rows = _rows(SAME, ODD)
+    rows.connection.execute("UPDATE step SET skipped = TRUE WHERE step = 2")
+    assert _found(rows, "CLEAR") == []
+
+
+def test_a_tensor_added_after_wrapping_is_said_to_be_so() -> None:
+    (found,) = _found(_rows({0: [1, 2], 1: [3, 4], 2: [5, 6]}, sharing="late"))
+    assert found.ranks == (0, 1, 2)
+    assert "after DDP was built" in found.summary
+
+
+def test_unwrapped_gradients_are_left_to_the_parameters() -> None:
+    assert _found(_rows(ODD, sharing="plain"), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_gradients_that_differ_while_the_parameters_agree_are_a_note() -> None:
+    rows = sweep(_rows(SAME, ODD), "param", 2, SAME, "end")
+    assert [f.severity for f in _found(rows)] == ["note"]
+    rows = sweep(sweep(_rows(SAME, ODD), "param", 2, SAME, "end"), "param", 3, ODD, "end")
+    assert [f.severity for f in _found(rows)] == ["critical"]

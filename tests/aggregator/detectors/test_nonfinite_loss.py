@@ -1,0 +1,59 @@
+"""NONFINITE_LOSS: where it began, and the overflow that a loss scaler skips."""
+
+from __future__ import annotations
+
+from kit.rows import Rows
+from tdbg.aggregator.detectors import nonfinite_loss
+from tdbg.aggregator.findings import Finding
+
+
+def _rows(bad: dict[int, list[int]], steps: int = 20, scale: float = 1.0, skip: bool = False) -> Rows:
+    """Losses of three ranks, not finite at the given steps of each."""
+    rows = Rows()
+    for rank in range(3):
+        for step in range(1, steps + 1):
+            hit = step in bad.get(rank, [])
+            rows.add("loss", rank=rank, step=step, backwards=2, total=float("inf") if hit else 1.0, nonfinite=int(hit),
+                     first_nonfinite=1 if hit else -1, scale=scale)  # fmt: skip
+            rows.add("step", rank=rank, step=step, optimizers=1, backwards=2, skipped=hit and skip)
+    return rows
+
+
+def _found(rows: Rows, outcome: str = "INCIDENT") -> list[Finding]:
+    outcomes, found = rows.judge(nonfinite_loss)
+    assert outcomes == {"NONFINITE_LOSS": outcome}
+    return [f for _, f in found]
+
+
+def test_names_the_ranks_where_it_began_and_not_those_that_followed() -> None:
+    (found,) = _found(_rows({1: [7, 8, 9], 0: [8, 9], 2: [8, 9]}))
+    assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((1,), 7, 6, 9)
+    assert "ranks 0, 2 followed at step 8" in found.summary
+    assert [(e.rank, e.metric, e.value) for e in found.evidence] == [(1, "loss, micro-step 2 of 2", "inf")]
+
+
+def test_ranks_that_begin_at_one_step_are_named_together() -> None:
+    assert [(f.ranks, f.first_step) for f in _found(_rows({0: [1], 2: [1, 2]}))] == [((0, 2), 1)]
+
+
+def test_finite_losses_are_clear() -> None:
+    assert _found(_rows({}), "CLEAR") == []
+
+
+def test_steps_that_a_scaler_skips_while_it_settles_are_no_finding() -> None:
+    settling = {0: [1, 2, 3], 1: [1, 2, 3], 2: [1, 2, 3]}
+    assert _found(_rows(settling, scale=65536.0, skip=True), "CLEAR") == []
+    assert [f.first_step for f in _found(_rows(settling, scale=65536.0, skip=False))] == [1]
+    assert [f.first_step for f in _found(_rows(settling, scale=1.0, skip=True))] == [1]
+
+
+def test_a_scaler_that_never_settles_is_a_finding_from_the_first_of_the_row() -> None:
+    (found,) = _found(_rows({1: [2, *range(6, 16)]}, scale=2.0, skip=True))
+    assert (found.ranks, found.first_step, found.last_good_step) == ((1,), 6, 5)
+    assert _found(_rows({1: [2, *range(6, 15)]}, scale=2.0, skip=True), "CLEAR") == []
+
+
+def test_a_step_in_progress_under_a_scaler_may_still_be_skipped() -> None:
+    rows = _rows({1: [20]}, scale=2.0)
+    rows.connection.execute("DELETE FROM step WHERE step = 20")
+    assert _found(rows, "CLEAR") == []

@@ -1,0 +1,182 @@
+"""A healthy run as rows, and one planted fault per reason code: what the properties of all detectors are tested on.
+
+`healthy(ranks)` is a data-parallel run over two shuffled epochs with every table that a rule may read. `PLANTS` holds
+for each reason code a function that changes those rows, and what must be found. A new detector adds one entry.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rows import Rows
+
+STEPS = 24  # two epochs of PASS batches each
+PASS = 12
+BATCH = 4
+TENSORS = ("in.weight", "in.bias", "out.weight", "out.bias")
+SHAPES = ("8x4", "8", "2x8", "2")
+BUFFERS = ("norm.mean", "norm.count")  # indices 4 and 5 of the catalogue
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`apply` turns the healthy run of 3 ranks or more into a faulty one. `ranks` None: all of them are named."""
+
+    apply: Callable[[Rows], object]
+    ranks: tuple[int, ...] | None
+    first_step: int | None
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the run's own record says, e.g. status="failed"
+
+
+def sql(*statements: str) -> Callable[[Rows], None]:
+    """A plant that is nothing but statements over the tables."""
+
+    def apply(rows: Rows) -> None:
+        for statement in statements:
+            rows.connection.execute(statement)
+
+    return apply
+
+
+def healthy(ranks: int = 4, steps: int = STEPS) -> Rows:
+    """The rows of `ranks` ranks that train one model under DDP and do everything right."""
+    rows = Rows()
+    for rank in range(ranks):
+        _start(rows, rank, ranks)
+        for step in range(1, steps + 1):
+            _step(rows, rank, ranks, step)
+        last = {"rank": rank, "pid": 100 + rank, "step": steps}
+        digests = [1000 * steps + t for t in range(len(TENSORS))]
+        rows.add("param", **last, stage="final", generation=1, l2=[1.0] * 4, digest=digests)
+        rows.add("event", **last, kind="end", detail="")
+        rows.add("exit", **last, of_pid=100 + rank, ended_ns=10**12, oom_kills=0)
+    return rows
+
+
+def _start(rows: Rows, rank: int, ranks: int) -> None:
+    me = {"rank": rank, "pid": 100 + rank}
+    peers = ",".join(map(str, range(ranks)))
+    for key, value in (("version.torch", "2.9.0"), ("code.model", "c0ffee"), ("argv", "-x")):
+        rows.add("identity", **me, key=key, value=value, rule="must")
+    rows.add("seed", **me, library="torch", call="manual_seed", seed="7", where="train.py:9")
+    rows.add("rng", **me, torch_digest=5, torch_seed=7, torch_seeded=True)
+    for index, (name, shape) in enumerate(zip(TENSORS, SHAPES, strict=True)):
+        rows.add("tensor", **me, generation=1, index=index, kind="param", name=name, model_type="Net", shape=shape,
+                 dtype="float32", numel=8, trainable=True, sharing="ddp", peers=peers, broadcast=-1)  # fmt: skip
+    for index, name in enumerate(BUFFERS, start=len(TENSORS)):
+        rows.add("tensor", **me, generation=1, index=index, kind="buffer", name=name, model_type="Net", shape="8",
+                 dtype="float32", numel=8, optimizer=-1, sharing="ddp", peers=peers, broadcast=1)  # fmt: skip
+    rows.add("param", **me, step=1, stage="start", generation=1, l2=[1.0] * 4, digest=[1, 2, 3, 4])
+    rows.add("optim", **me, step=1, class_name="AdamW", lr=0.001, settings='{"weight_decay": 0.01}', tensors=4)
+    split = {"num_replicas": ranks, "replica": rank, "seed": 7, "shuffle": True}
+    split |= {"length": PASS * BATCH, "dataset_length": ranks * PASS * BATCH}
+    rows.add("sampler", **me, class_name="DistributedSampler", event="init", **split)
+    for epoch in range(STEPS // PASS):
+        at = {"step": epoch * PASS + 1, "epoch": epoch}
+        rows.add("sampler", **me, class_name="DistributedSampler", event="set_epoch", **at, **split)
+        rows.add("sampler", **me, class_name="DistributedSampler", event="iter", **at, **split)
+        rows.add("loader", **me, step=at["step"], iterator=epoch, batch_size=BATCH, sampler_class="DistributedSampler",
+                 shuffle=1, batches=PASS, samples=PASS * BATCH, dataset_class="Rows", dataset_digest="d",
+                 dataset_length=ranks * PASS * BATCH, levels=f'[["Rows", {ranks * PASS * BATCH}, ""]]')  # fmt: skip
+
+
+def shard(rank: int, ranks: int, epoch: int) -> list[int]:
+    """The samples that a rank reads in an epoch, in order."""
+    order = list(range(ranks * PASS * BATCH))
+    random.Random(epoch).shuffle(order)
+    return order[rank::ranks]
+
+
+def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
+    me = {"rank": rank, "pid": 100 + rank, "step": step}
+    epoch, index = divmod(step - 1, PASS)
+    ids = shard(rank, ranks, epoch)[index * BATCH : (index + 1) * BATCH]
+    rows.add("batch", **me, iterator=epoch, index=index, samples=BATCH, ids=ids, backwards=step - 1,
+             digests=[7919 * i + 1 for i in ids], grad_enabled=True)  # fmt: skip
+    rows.add("input", **me, source="batch", tensors=2, rows=BATCH)
+    rows.add("step", **me, optimizers=1, backwards=1, watched=True, cadence=1, step_ns=10**7, agent_ns=10**4)
+    rows.add("loss", **me, backwards=1, total=1 / step + rank / 100, last=1.0, first_nonfinite=-1, scale=1.0)
+    rows.add("grad", **me, stage="local", generation=1, l2=[1.0 + rank] * 4, valid=True, scale=1.0)
+    reduced = [500 * step + t for t in range(len(TENSORS))]
+    rows.add("grad", **me, stage="reduced", generation=1, l2=[1.0] * 4, digest=reduced, valid=True, scale=1.0)
+    rows.add("param", **me, stage="end", generation=1, l2=[1.0] * 4, digest=[1000 * step + t for t in range(4)])
+    rows.add("buffer", **me, stage="sync", generation=1, tensors=[4, 5], digest=[step, step])
+    rows.add("buffer", **me, stage="end", generation=1, tensors=[4, 5], digest=[step * 10 + rank, step])
+    rows.add("clip", **me, max_norm=1.0, norm_type=2.0, norm=0.5, calls=1)
+    rows.add("memory", **me, rss_bytes=10**9, vms_bytes=4 * 10**9, limit_as_bytes=-1,
+             cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)  # fmt: skip
+    rows.add("phase", **me, data_ns=10**6, forward_ns=10**6, backward_ns=10**6, optimizer_ns=10**6, other_ns=10**6)
+    if index == PASS - 1:
+        rows.add("batch", **me, iterator=epoch, index=PASS, backwards=step, end="StopIteration")
+
+
+CHANGED = "[digest[1], 999, digest[3], digest[4]]"  # the second tensor's bits are others
+
+PLANTS: dict[str, Plant] = {
+    "PARAM_DESYNC": Plant(
+        sql(f"UPDATE param SET digest = {CHANGED} WHERE rank = 2 AND stage <> 'start' AND step >= 9"), (2,), 9
+    ),
+    "BUFFER_DESYNC": Plant(
+        sql("UPDATE buffer SET digest = [999, digest[2]] WHERE rank = 2 AND stage = 'sync' AND step >= 9"), (2,), 9
+    ),
+    "GRAD_DESYNC": Plant(
+        sql(f"UPDATE grad SET digest = {CHANGED} WHERE rank = 2 AND stage = 'reduced' AND step >= 9",
+            f"UPDATE param SET digest = {CHANGED} WHERE rank = 2 AND stage <> 'start' AND step >= 9"),
+        (2,), 9,
+    ),
+    "HPARAM_DESYNC": Plant(
+        lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
+                              settings='{"weight_decay": 0.01}', tensors=4),
+        (2,), 9,
+    ),
+    "STEP_DESYNC": Plant(sql("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "NONFINITE_INPUT": Plant(
+        sql("UPDATE input SET nonfinite = 1, path = '[0]', dtype = 'float32', positions = [2] "
+            "WHERE rank = 2 AND step = 9",
+            "UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step = 9"),
+        (2,), 9,
+    ),
+    "NONFINITE_LOSS": Plant(
+        sql("UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step >= 9"), (2,), 9
+    ),
+    "NONFINITE_GRAD": Plant(
+        sql("UPDATE grad SET nonfinite = [2] WHERE rank = 2 AND stage = 'local' AND step >= 9",
+            "UPDATE grad SET nonfinite = [2] WHERE stage = 'reduced' AND step >= 9"),
+        (2,), 9,
+    ),
+    "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
+    "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),
+    "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),
+    "SHARD_OVERLAP": Plant(
+        sql("UPDATE batch SET ids = o.ids, digests = o.digests FROM batch o WHERE batch.rank = 2 AND o.rank = 1 "
+            "AND o.iterator = batch.iterator AND o.index = batch.index"),
+        (1, 2), 1,
+    ),
+    "SHARD_MISSING": Plant(
+        sql("""UPDATE loader SET dataset_length = 900, levels = '[["Rows", 900, ""]]'"""), None, PASS
+    ),
+    "SHARD_UNEVEN": Plant(sql(f"DELETE FROM batch WHERE rank = 2 AND index = {PASS - 1}"), (2,), PASS - 1),
+    "EPOCH_NOT_RESHUFFLED": Plant(
+        sql("UPDATE batch SET ids = o.ids FROM batch o WHERE batch.iterator = 1 AND o.iterator = 0 "
+            "AND o.rank = batch.rank AND o.index = batch.index"),
+        None, PASS + 1,
+    ),
+    "IDENTITY_MISMATCH": Plant(
+        sql("UPDATE identity SET value = 'decade' WHERE rank = 2 AND key = 'code.model'"), (2,), None
+    ),
+    "RANK_FAILED": Plant(
+        sql("UPDATE exit SET exit_code = -15, stopped_by_launcher = TRUE, step = 9, ended_ns = ended_ns + 1",
+            "UPDATE exit SET exit_code = -9, stopped_by_launcher = FALSE, step = 8, ended_ns = 1 WHERE rank = 2",
+            "DELETE FROM step WHERE step > 9 OR (step > 8 AND rank = 2)", "DELETE FROM event WHERE kind = 'end'"),
+        (2,), 9, {"status": "failed"},
+    ),
+    "OOM_PRECURSOR": Plant(
+        sql("UPDATE memory SET limit_as_bytes = 10000000000",
+            "UPDATE memory SET vms_bytes = vms_bytes + step * 200000000 WHERE rank = 2"),
+        (2,), 1,
+    ),
+}  # fmt: skip
