@@ -1,4 +1,4 @@
-"""Which Parquet parts of a run can be read. All are tried at once; only when that fails, the bad ones are looked for."""
+"""Which Parquet parts of a run can be read. All are tried at once; when that fails, the bad ones are looked for."""
 
 from __future__ import annotations
 

@@ -32,9 +32,10 @@ TYPES = {
 }  # fmt: skip
 MEMORY_LIMIT = "1536MiB"  # verdicts on 1,000 ranks must fit in 2 GiB with the interpreter; beyond it DuckDB spills
 THREADS = 8  # more hardly help: the queries are bound by opening files, and training may need the cores
-# Up to this size (about ten times that in memory) a run is read into memory once: rules then run twice as fast, and
-# damage inside a file shows at once. Beyond it queries read the files, and damage shows when one meets it.
-HOLD_BYTES = 32 << 20
+# Tables are read into memory, the smallest first, up to this much in all: rules then run twice as fast, and damage
+# inside a file shows at once. The rest of the memory limit is for queries. Beyond it queries read the files again.
+HOLD_BYTES = 640 << 20
+LIST_EXPANSION = 4  # lists and texts in memory against the size of the compressed part; measured 2 to 5
 RECENT_SEGMENTS = 2  # newest segments per process in schema `recent`: what a live screen needs, the same at any hour
 
 
@@ -130,7 +131,7 @@ class Store:
 
     def _read(self, parts: Sequence[Part]) -> None:
         values = ", ".join(quoted(c) for c in self._held(parts))
-        self.connection.execute(f"SELECT bit_xor(hash({values})) FROM {_source(parts)}").fetchall()
+        self.connection.execute(f"SELECT bit_xor(hash({values})) FROM {self._source(parts)}").fetchall()
 
     def _name(self, path: str) -> str:
         return os.path.relpath(path, os.path.realpath(self.path))
@@ -145,15 +146,31 @@ class Store:
 
     def _create_views(self) -> None:
         by_table: dict[str, list[Part]] = {name: [] for name in known_tables()} | self._by_table(self.files.parts)
-        hold = not self._live and sum(p.bytes for p in self.files.parts) <= HOLD_BYTES
+        hold = self._to_hold(by_table)
         newest = _newest_segments(self.files.parts)
         self.connection.execute("CREATE SCHEMA IF NOT EXISTS recent; CREATE SCHEMA IF NOT EXISTS held")
         for name, parts in by_table.items():
-            self._create_view("main", name, self._hold(name, parts) if hold and parts else self._select(name, parts))
+            self._create_view("main", name, self._hold(name, parts) if name in hold else self._select(name, parts))
             if self._live:
                 recent = [p for p in parts if p.segment > newest[p.writer] - RECENT_SEGMENTS]
                 self._create_view("recent", name, self._select(name, recent))
         create_views(self.connection)
+
+    def _to_hold(self, by_table: dict[str, list[Part]]) -> set[str]:
+        """Tables that fit into memory together. None for a live run, where they would be read anew at every look."""
+        sizes = {name: self._size(parts) for name, parts in by_table.items() if parts and not self._live}
+        hold, used = set(), 0
+        for name in sorted(sizes, key=lambda n: sizes[n]):
+            used += sizes[name]
+            if used > HOLD_BYTES:
+                break
+            hold.add(name)
+        return hold
+
+    def _size(self, parts: list[Part]) -> int:
+        """Bytes that a table will about take in memory."""
+        row = 8 * len(self._held(parts))
+        return sum(row * self._check.rows[p.path] + LIST_EXPANSION * p.bytes for p in parts)
 
     def _create_view(self, schema: str, table: str, select: str) -> None:
         self.connection.execute(f"CREATE OR REPLACE VIEW {schema}.{quoted(table)} AS {select}")
@@ -179,7 +196,13 @@ class Store:
             empty = ", ".join(f"CAST(NULL AS {kind}) AS {quoted(c)}" for c, kind in columns)
             return f"SELECT {empty} WHERE FALSE"
         held = self._held(parts)
-        return f"SELECT {', '.join(_column(c, kind, held.get(c)) for c, kind in columns)} FROM {_source(parts)}"
+        return f"SELECT {', '.join(_column(c, kind, held.get(c)) for c, kind in columns)} FROM {self._source(parts)}"
+
+    def _source(self, parts: Sequence[Part]) -> str:
+        """The parts as one relation. Parts of one description need no look into each file before every query."""
+        alike = len({self._check.described[p.path] for p in parts}) == 1
+        paths = ", ".join(_text(p.path) for p in parts)
+        return f"read_parquet([{paths}], union_by_name={'false' if alike else 'true'}, hive_partitioning=false)"
 
     def _columns(self, table: str, parts: list[Part]) -> list[tuple[str, str]]:
         """(name, DuckDB type) of a table: as this version knows it, and what the parts hold beside."""
@@ -209,11 +232,6 @@ def _connect(run: str, temporary: str) -> duckdb.DuckDBPyConnection:
     except duckdb.Error as e:
         raise TdbgError(f"DuckDB can't be started: {first_line(e)}", "tdbg needs a working duckdb package") from None
     return connection
-
-
-def _source(parts: Iterable[Part]) -> str:
-    paths = ", ".join(_text(p.path) for p in parts)
-    return f"read_parquet([{paths}], union_by_name=true, hive_partitioning=false)"
 
 
 def _column(name: str, kind: str, held: str | None) -> str:

@@ -1,0 +1,1 @@
+"""`tdbg-run`: starts torchrun with an agent in every rank and watches the node; see README.md."""

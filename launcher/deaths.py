@@ -71,10 +71,13 @@ class Deaths:
             self._wake()
 
     def stopping(self, ended: Mapping[int, int]) -> None:
-        """From here on, whatever ends was stopped by the launcher; `ended` had gone before."""
+        """From here on, whatever ends was stopped by the launcher; `ended` had gone before.
+
+        torchelastic stops a group more than once; what the first time stopped stays so.
+        """
         with self._lock:
             for pid, process in self._running.items():
-                process.stopped = pid not in ended and runs(pid)
+                process.stopped = process.stopped or (pid not in ended and runs(pid))
         self.codes(ended)
 
     def codes(self, codes: Mapping[int, int]) -> None:

@@ -41,6 +41,14 @@ class Recording:
         name = rundir.plain(settings.run_name) if settings.run_name else job.shared_id
         name = name or rundir.fresh_id(job.script, time.time())
         self.run = rundir.make_run_folder(store, name, shared=job.nodes > 1)
+        try:
+            self._open(job, settings, flags)
+        except BaseException:
+            if job.nodes <= 1:  # a folder shared with other nodes is theirs as well
+                shutil.rmtree(self.run, ignore_errors=True)
+            raise
+
+    def _open(self, job: Job, settings: Settings, flags: Mapping[str, str]) -> None:
         host = socket.gethostname()
         self.node_file = rundir.node_json(self.run, job.node, host)
         self.node_file.write()
@@ -51,8 +59,10 @@ class Recording:
             self.run, job.node, self.node_file, self.run_file, recorder,
             make_sampler=lambda s: self._sampler(recorder, job.node, settings, s),
         )  # fmt: skip
-        environment.apply(environment.environment(os.environ, self.run, job.node, flags))
         self.watch = programs.start_watch(self.run, self._reader_env, say) if settings.live and job.node == 0 else None
+        environment.apply(
+            environment.environment(os.environ, self.run, job.node, flags)
+        )  # last: nothing fails after it
 
     def _make_run_file(self, job: Job, settings: Settings, host: str) -> rundir.JsonFile | None:
         file = rundir.run_json(

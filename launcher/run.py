@@ -53,7 +53,7 @@ def _main(argv: list[str]) -> int:
     if settings.off:
         os.environ.update(line.settings)
     else:
-        recording = _begin(of_torchrun(args, argv, os.environ, torch_version()), settings, line)
+        recording = _begin(lambda: of_torchrun(args, argv, os.environ, torch_version()), settings, line)
     error = _torchrun(module, line.rest, recording)
     if recording is not None:
         _end(recording, error)
@@ -134,13 +134,13 @@ def _leave(error: BaseException) -> NoReturn:
 # ---------------------------------------------------------------- the run around it
 
 
-def _begin(job: Job, settings: flags.Settings, line: flags.CommandLine) -> Recording | None:
+def _begin(job: Callable[[], Job], settings: flags.Settings, line: flags.CommandLine) -> Recording | None:
     """Start recording, or say in one line why not: the job runs either way."""
 
     def why_not(text: str) -> None:
         say(f"not recording: {text} (--tdbg-dir gives another store)")
 
-    return guarded(why_not, Recording, job, settings, line.settings)
+    return guarded(why_not, lambda: Recording(job(), settings, line.settings))
 
 
 def _observe(recording: Recording) -> Callable[[], None] | None:
@@ -176,7 +176,7 @@ def _execute(line: flags.CommandLine, settings: flags.Settings) -> int:
     recording = None
     env = {**os.environ, **line.settings}
     if not settings.off:
-        recording = _begin(of_command(line.rest, os.environ), settings, line)
+        recording = _begin(lambda: of_command(line.rest, os.environ), settings, line)
     if recording is None:
         return execute(line.rest, env, on_stop=lambda: None)[0]
     recording.supervisor.ranks.told = False  # this launcher tells us nothing: ranks are found by what they write

@@ -7,10 +7,13 @@ and wraps `exec_module` on the loader they return, which keeps its type.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
-Then = Callable[[Any], None]
+TYPE_CHECKING = False  # typing and collections.abc would cost every Python process below the launcher 10 ms
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Then = Callable[[Any], None]
 
 _waiting: dict[str, list[Then]] = {}
 _busy: set[str] = set()

@@ -21,6 +21,7 @@ import os
 import pkgutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -61,7 +62,9 @@ class Emit:
     def __init__(self, agent: Agent, name: str) -> None:
         self.agent, self.name = agent, name
 
-    def __call__(self, table: Table, fixed: Sequence[Any], variable: Sequence[Any] = (), step: int | None = None) -> None:
+    def __call__(
+        self, table: Table, fixed: Sequence[Any], variable: Sequence[Any] = (), step: int | None = None
+    ) -> None:
         """Write one row; `step` defaults to the step in progress."""
         if self.agent.live:
             self.agent.recorder.write(table, self.agent.window.step if step is None else step, fixed, variable)
@@ -101,6 +104,7 @@ class Agent:
         self._last_boundary_ns = 0
         self._events: dict[str, list[tuple[str, Callable[..., Any], Callable[[Exception], None]]]] = {}
         self._undos: list[Undo] = []
+        _leave_in_forked_children(self)
         self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
         self.look_at_batch: Callable[[Any], None] = lambda data: None  # set by the inputs probe
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
@@ -229,9 +233,17 @@ class Agent:
         self.recorder.close(self.window.step - 1)
         self.live = False
 
-    def forked(self) -> None:
-        """In a child made by fork: the record belongs to the parent."""
-        self.live = False
+
+def _leave_in_forked_children(agent: Agent) -> None:
+    """In a child made by fork the agent is silent: the mapped record belongs to the parent."""
+    known = weakref.ref(agent)
+
+    def silence() -> None:
+        agent = known()
+        if agent is not None:
+            agent.live = False
+
+    os.register_at_fork(after_in_child=silence)
 
 
 _agent: Agent | None = None
@@ -249,7 +261,6 @@ def start(torch: Any) -> Agent | None:
 
     guard.attempt(agent.give_up, agent.install)
     atexit.register(guard.attempt, lambda e: None, agent.close)
-    os.register_at_fork(after_in_child=agent.forked)
     return agent
 
 

@@ -7,6 +7,7 @@ weak references only, so that a model that training has let go is freed.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class Entry:
     model: int
     model_type: str
     ref: weakref.ReferenceType[Any]
+    numel: int
     optimizer: int
     sharing: str
     peers: str
@@ -50,6 +52,7 @@ class Catalogue:
         self._optimizers: list[weakref.ReferenceType[Any]] = []
         self._ddps: list[tuple[weakref.ReferenceType[Any], frozenset[str]]] = []
         self._signature: Any = None
+        self._flat: set[int] = set()  # ids of root modules that FSDP1 has flattened
         self.generation = 0
         self.params: list[Entry] = []
         self.buffers: list[Entry] = []
@@ -66,7 +69,9 @@ class Catalogue:
 
     def optimizers(self) -> dict[int, Any]:
         """The optimizers that exist, by number."""
-        return {i: o for i, ref in enumerate(self._optimizers) if (o := ref()) is not None and hasattr(o, "param_groups")}
+        return {
+            i: o for i, ref in enumerate(self._optimizers) if (o := ref()) is not None and hasattr(o, "param_groups")
+        }
 
     def add_ddp(self, ddp: Any) -> None:
         """Note a DDP module and the names of the tensors that it knew when it was built."""
@@ -80,11 +85,18 @@ class Catalogue:
 
     # -------------------------------------------------------- building
 
-    def refresh(self) -> bool:
-        """Rebuild when optimizers, their parameters or wrapped models have changed. 3 us when nothing has."""
+    def refresh(self, in_backward: bool = False) -> bool:
+        """Rebuild when optimizers, their parameters or wrapped models have changed. 3 us when nothing has.
+
+        During backward FSDP shows gathered parameters in place of its shards: a catalogue of those would be wrong.
+        """
+        if in_backward and "torch.distributed.fsdp" in sys.modules:
+            return False
         optimizers = self.optimizers()
         signature = (
-            tuple((i, len(o.param_groups), sum(len(g["params"]) for g in o.param_groups)) for i, o in optimizers.items()),
+            tuple(
+                (i, len(o.param_groups), sum(len(g["params"]) for g in o.param_groups)) for i, o in optimizers.items()
+            ),
             tuple(i for i, _, _ in self.ddps()),
         )
         if signature == self._signature:
@@ -106,6 +118,7 @@ class Catalogue:
         buffers: list[Entry] = []
         seen: set[int] = set()
         roots = self._roots(held)
+        self._flat = {id(module) for module, _ in roots if _has_fsdp1(module)}
         for number, (module, ddp) in enumerate(roots):
             for name, p in module.named_parameters():
                 if id(p) not in seen:
@@ -137,11 +150,11 @@ class Catalogue:
         sharing, peers = self._sharing(name, tensor, module, ddp)
         broadcast = int(bool(getattr(ddp[1], "broadcast_buffers", False))) if ddp else -1
         return Entry(index, kind, clean(name), model, type(module).__name__ if module is not None else "",
-                     weakref.ref(tensor), held.get(id(tensor), (-1, ""))[0], sharing, peers, broadcast,
+                     weakref.ref(tensor), tensor.numel(), held.get(id(tensor), (-1, ""))[0], sharing, peers, broadcast,
                      ddp[0] if ddp else -1)  # fmt: skip
 
     def _sharing(self, name: str, tensor: Any, module: Any, ddp: Any) -> tuple[str, str]:
-        if torchprivate.is_shard(tensor) or (module is not None and _has_fsdp(module)):
+        if torchprivate.is_shard(tensor) or id(module) in self._flat:
             return "sharded", ""
         dist = torchprivate.distributed(self._torch)
         if ddp is None:
@@ -167,7 +180,7 @@ def _numbered(entry: Entry, index: int) -> Entry:
     return replace(entry, index=index)
 
 
-def _has_fsdp(module: Any) -> bool:
+def _has_fsdp1(module: Any) -> bool:
     return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
 
 
@@ -204,7 +217,7 @@ def _top_modules(torch: Any, wanted: Iterable[int], known: list[Any]) -> list[An
 def due(entries: list[Entry], step: int, everything: bool = False) -> list[Entry]:
     """The entries to look at in a pass of this step: all of them up to ELEMENTS_PER_PASS elements, else the small ones
     and a window over the others that moves with the step number alone, so that all ranks look at the same ones."""
-    sizes = [e.tensor.numel() if e.tensor is not None else 0 for e in entries]
+    sizes = [e.numel for e in entries]
     if everything or sum(sizes) <= ELEMENTS_PER_PASS:
         return entries
     large = [i for i, n in enumerate(sizes) if n > SMALL_ELEMENTS]

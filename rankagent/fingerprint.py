@@ -11,6 +11,7 @@ about 2^-64, apart from exchanges of words that lie a multiple of 1,021 words ap
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy
@@ -30,35 +31,61 @@ def weights() -> Any:
 
 def digest_words(words: Any) -> int:
     """Fingerprint of a 1-d uint64 array, as a signed 64-bit number."""
-    w, rows = weights(), words.size // COLUMNS
-    if rows > 1:
-        whole = rows * COLUMNS
-        folded = numpy.add.reduce(words[:whole].reshape(rows, COLUMNS), axis=0)
-        total = int(numpy.dot(folded, w)) + int(numpy.dot(words[whole:], w[: words.size - whole]))
-    elif words.size <= COLUMNS:
-        total = int(numpy.dot(words, w[: words.size]))
+    w, size = weights(), words.size
+    rows = size // COLUMNS
+    if size <= COLUMNS:
+        total = int(numpy.dot(words, w[:size]))
     else:
-        total = int(numpy.dot(words[:COLUMNS], w)) + int(numpy.dot(words[COLUMNS:], w[: words.size - COLUMNS]))
-    return ((total + words.size) + _SIGN) % (1 << 64) - _SIGN
+        whole = rows * COLUMNS
+        total = int(numpy.dot(numpy.add.reduce(words[:whole].reshape(rows, COLUMNS), axis=0), w))
+        total += int(numpy.dot(words[whole:], w[: size - whole]))
+    return ((total + size) + _SIGN) % (1 << 64) - _SIGN
 
 
 def digest_cpu(tensor: Any) -> int:
     """Fingerprint of a dense CPU tensor of any dtype. Copies it only when it is not contiguous or its size is odd."""
-    return digest_words(_words(tensor))
+    return digest_words(_words(_array(tensor)))
 
 
-def _words(tensor: Any) -> Any:
+def digests_cpu(tensors: list[Any]) -> tuple[list[int], list[int]]:
+    """Fingerprints of CPU tensors, and the positions of those whose elements may not all be finite.
+
+    The second comes from a sum while the tensor is still in the cache: a finite sum means finite elements, any other
+    needs `has_nonfinite` to decide.
+    """
+    found, odd = [], []
+    with numpy.errstate(all="ignore"):  # the user's program may have asked numpy to warn or raise
+        for at, tensor in enumerate(tensors):
+            array = _array(tensor)
+            found.append(digest_words(_words(array)))
+            if array.dtype == numpy.float32 or array.dtype == numpy.float64:
+                total = numpy.add.reduce(array, axis=None)
+            elif tensor.is_floating_point():
+                total = tensor.detach().sum().item()  # half precision: numpy adds it slowly or not at all
+            else:
+                continue
+            if not math.isfinite(total):
+                odd.append(at)
+    return found, odd
+
+
+def _array(tensor: Any) -> Any:
+    """The tensor's memory as a contiguous array; its bytes where numpy has no such dtype."""
     flat = tensor.detach()
     if not flat.is_contiguous():
         flat = flat.contiguous()
     try:
-        array = flat.numpy()
+        return flat.numpy()
     except TypeError:  # bfloat16 and the float8 types have no numpy twin
         import torch
 
-        array = flat.view(torch.uint8 if flat.dim() else torch.int16).numpy()
-    raw = array.reshape(-1).view(numpy.uint8)
-    if raw.size % 8:
+        return flat.view(torch.uint8 if flat.dim() else torch.int16).numpy()
+
+
+def _words(array: Any) -> Any:
+    raw = array.reshape(-1)
+    if array.nbytes % 8:
+        raw = raw.view(numpy.uint8)
         raw = numpy.concatenate([raw, numpy.zeros(8 - raw.size % 8, numpy.uint8)])
     return raw.view(numpy.uint64)
 
@@ -74,7 +101,11 @@ def digest_device(tensor: Any, device_weights: Any) -> Any:
     words = raw.view(torch.int64)
     whole = words.numel() // COLUMNS * COLUMNS
     folded = words[:whole].view(-1, COLUMNS).sum(0)
-    return (folded * device_weights).sum() + (words[whole:] * device_weights[: words.numel() - whole]).sum() + words.numel()
+    return (
+        (folded * device_weights).sum()
+        + (words[whole:] * device_weights[: words.numel() - whole]).sum()
+        + words.numel()
+    )
 
 
 def device_weights(device: Any) -> Any:
@@ -82,6 +113,25 @@ def device_weights(device: Any) -> Any:
     import torch
 
     return torch.from_numpy(weights().view(numpy.int64)).to(device)
+
+
+class DeviceWeights:
+    """Fingerprints on accelerators, with the weights kept on each device that was met."""
+
+    def __init__(self) -> None:
+        self._weights: dict[Any, Any] = {}
+
+    def digests(self, tensors: list[Any]) -> Any:
+        """Fingerprints as one int64 vector on the tensors' device; queued, not waited for."""
+        import torch
+
+        for t in tensors:
+            if t.device not in self._weights:
+                self._weights[t.device] = device_weights(t.device)
+        return torch.stack([digest_device(t, self._weights[t.device]) for t in tensors])
+
+    def clear(self) -> None:
+        self._weights.clear()
 
 
 def norms(tensors: list[Any]) -> Any:

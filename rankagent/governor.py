@@ -81,5 +81,7 @@ class Governor:
         if ahead >= 0 and ahead % REVIEW_STEPS == 0 and rank == 0 and publish is not None:
             publish(f"tdbg/cadence/{base}/{ahead // REVIEW_STEPS}", str(self.proposal()))
         if since >= 0 and since % REVIEW_STEPS == 0:
-            proposed = look_up(f"tdbg/cadence/{base}/{since // REVIEW_STEPS}") if look_up is not None else self.proposal()
+            proposed = (
+                look_up(f"tdbg/cadence/{base}/{since // REVIEW_STEPS}") if look_up is not None else self.proposal()
+            )
             self.cadence = int(proposed) if proposed else self.cadence

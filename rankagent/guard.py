@@ -6,8 +6,11 @@ Only `Exception` is caught: KeyboardInterrupt, SystemExit and whatever else is m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # this module is imported by every Python process below the launcher: see afterimport
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 

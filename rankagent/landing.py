@@ -31,7 +31,9 @@ class Landing:
         if len(self._flying) >= RING:
             self.dropped += 1
             return
-        slots = [self._torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+        slots = [
+            self._torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors
+        ]
         event = self._torch.cuda.Event()
         event.record()
         self._flying.append((event, slots, then))

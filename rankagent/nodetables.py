@@ -66,7 +66,7 @@ EXIT = Table("exit", (
     Column("exit_code", "int32", "", "exit code; minus the signal's number when a signal ended it; -1000 unknown"),
     Column("ended_ns", "int64", "ns", "wall clock when the launcher saw it end"),
     Column("stopped_by_launcher", "bool", "", "true when torchrun had begun to stop the group before this process ended"),
-    Column("oom_kills", "int64", "", "kernel OOM kills in the cgroup since the sample before; -1 unknown"),
+    Column("oom_kills", "int64", "", "kernel OOM kills in the cgroup in the 10 s before; -1 unknown"),
 ), "one row per rank process that ended; `step` is the last step it had completed")  # fmt: skip
 
 SAMPLER_NOTE = Table("node_note", (

@@ -109,7 +109,14 @@ def sample_digests(data: Any, count: int) -> list[int]:
     total = None
     used = 0
     for t in tensors(data, 4):
-        if used == LEAVES or not t.dim() or t.shape[0] != count or t.device.type != "cpu" or t.is_sparse or not t.numel():
+        if (
+            used == LEAVES
+            or not t.dim()
+            or t.shape[0] != count
+            or t.device.type != "cpu"
+            or t.is_sparse
+            or not t.numel()
+        ):
             continue
         words = _sample_words(t, count)
         if words is None:

@@ -27,6 +27,12 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor") or type(tensor).__name__ == "FlatParameter"
 
 
+def readable(tensor: Any) -> bool:
+    """Whether the tensor's memory is there. FSDP and offloading free it under living tensors: to read those crashes."""
+    storage_bytes: int = tensor.untyped_storage().nbytes()
+    return storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size()
+
+
 def distributed(torch: Any) -> Any:
     """torch.distributed when a default process group exists, else None."""
     dist = torch.distributed

@@ -23,7 +23,7 @@ from ..wording import ranks_text
 CODE = "IDENTITY_MISMATCH"
 NEEDS = {"identity": 1}
 PARAMS = {
-    "last_step": 1,  # rows at the end tell of changes in time, not between ranks
+    "last_step": 2,  # the probe looks when step 1 has closed; its rows at the end tell of changes in time, not ranks
 }
 
 # A rank without a row of an environment variable did not have it set. A rank without a row of any other key did not
@@ -77,7 +77,7 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         yield _finding(odd, sorted(members, key=_weight))
     seen = min((r.seen for r in rows), default=0)
     if seen < run.world_size:
-        yield Abstention("INSUFFICIENT_EVIDENCE", f"{seen} of {run.world_size} ranks said what they run on by step 1")
+        yield Abstention("INSUFFICIENT_EVIDENCE", f"{seen} of {run.world_size} ranks said what they run on at the start")
 
 
 def _differing(row: Row, run: RunFacts) -> Mapping[int, str]:
@@ -100,7 +100,8 @@ def _own_number_only(values: Mapping[int, str], place: Mapping[int, int]) -> boo
         if len(set(column)) == 1:
             continue
         blanked = {
-            re.sub(rf"(?<![0-9.]){place[r]}(?![0-9.])", "#", word) for r, word in zip(words, column, strict=True)
+            re.sub(rf"(?<![0-9])(?<![0-9][.]){place[r]}(?![0-9]|[.][0-9])", "#", word)
+            for r, word in zip(words, column, strict=True)
         }
         if len(blanked) != 1 or "#" not in next(iter(blanked)):
             return False

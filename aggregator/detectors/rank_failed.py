@@ -152,12 +152,14 @@ def _attempt(rows: Sequence[Row], run: RunFacts, restarted: bool) -> Finding | A
 
 def _from_outside(failed: Sequence[Row], run: RunFacts) -> bool:
     """Nobody failed of itself: torchrun stopped each one, or all were interrupted together."""
-    if all(r.stopped and (r.kind != "exception" or r.interrupted) for r in failed):
-        return True
-    if not all(r.stopped or r.interrupted for r in failed):
+    if any(r.kind == "exception" and not r.interrupted and not r.weak for r in failed):
         return False
+    if all(r.stopped for r in failed):
+        return True
+    if run.status == "killed":
+        return all(r.stopped or r.interrupted or r.kind == "exception" for r in failed)
     # a single rank that got the signal makes torchrun stop the others: that is a rank that failed
-    return run.status == "killed" or sum(not r.stopped for r in failed) >= run.world_size > 1
+    return sum(r.interrupted and not r.stopped for r in failed) >= run.world_size > 1
 
 
 def _finding(rows: Sequence[Row], roots: Sequence[Row], run: RunFacts, restarted: bool) -> Finding:

@@ -46,7 +46,9 @@ WITH pass AS (
     SELECT *, coalesce(TRY_CAST(TRY_CAST(levels AS JSON) AS JSON[])::VARCHAR[], []) AS chain FROM loader
 ), every_pass AS (
     SELECT p.*, t.samples, t.last_step, t.first_step, p.whole OR (l.batches > 0 AND t.batches >= l.batches) AS over,
-           l.iterable, l.replacement, l.chain, l.drop_last, l.batch_size, l.samples AS planned_samples,
+           l.iterable, l.replacement, l.chain, l.drop_last, l.batch_size,
+           l.sampler_class = 'RandomSampler' AND l.samples >= 0 AND l.samples <
+               coalesce(TRY_CAST(json_extract_string(l.chain[-1], '$[1]') AS BIGINT), 0) AS capped,
            coalesce(s.class_name, l.sampler_class) AS sampler_class, coalesce(s.replicas, 0) AS replicas,
            CASE WHEN s.drop_last AND s.replicas > 0 THEN greatest(s.length, 0) % s.replicas ELSE 0 END AS split_tail,
            CASE WHEN l.drop_last AND l.batch_size > 0 THEN greatest(l.samples, 0) % l.batch_size ELSE 0 END
@@ -67,12 +69,13 @@ WITH pass AS (
            bool_or(replacement) AS replacement, bool_or(alone) AS alone, any_value(sampler_class) AS sampler_class,
            max(replicas) AS replicas, max(split_tail) AS split_tail, sum(batch_tail) AS batch_tail,
            bool_or(drop_last) AS drop_last, max(batch_size) AS batch_size, sum(samples) AS samples,
-           max(planned_samples) AS planned_samples, max(last_step) AS last_step, min(first_step) AS first_step,
+           bool_or(capped) AS capped, max(last_step) AS last_step, min(first_step) AS first_step,
            list(rank ORDER BY rank) AS who
     FROM told GROUP BY ALL
 ), common AS (
     SELECT attempt, nth_loader, nth_pass, depth, any_value(path) AS path, any_value(entry) AS entry, count(*) AS holders
-    FROM level GROUP BY attempt, nth_loader, nth_pass, depth HAVING min(path) = max(path)
+    FROM level GROUP BY attempt, nth_loader, nth_pass, depth
+    HAVING min(path) = max(path) AND NOT bool_or(depth > 1 AND coalesce(json_extract_string(entry, '$[2]'), '') = '')
 ), base AS (
     SELECT c.attempt, c.nth_loader, c.nth_pass, max(c.depth) AS depth, arg_max(c.path, c.depth) AS path,
            arg_max(c.entry, c.depth) AS entry
@@ -110,7 +113,7 @@ WITH pass AS (
     ) ANTI JOIN covered USING (attempt, nth_loader, nth_pass, id) GROUP BY ALL
 )
 SELECT j.attempt, j.nth_loader, j.nth_pass, j.who, j.over, j.iterable, j.replacement, j.alone, j.sampler_class,
-       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.samples, j.planned_samples, j.first_step,
+       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.samples, j.capped, j.first_step,
        j.last_step, j.class_name, j.length, j.consumed, j.vague, coalesce(g.ids, [])
 FROM judged j LEFT JOIN gone g USING (attempt, nth_loader, nth_pass)
 ORDER BY j.attempt, j.nth_loader, j.nth_pass
@@ -133,7 +136,7 @@ class Row(NamedTuple):
     drop_last: bool
     batch_size: int
     samples: int
-    planned_samples: int  # len(sampler)
+    capped: bool  # a RandomSampler was told how many samples to draw
     first_step: int
     last_step: int
     class_name: str
@@ -165,9 +168,7 @@ def _why_unsure(row: Row, run: RunFacts) -> Abstention | None:
     """Why this pass can't be judged; None when it can."""
     if row.iterable:
         return Abstention("INSUFFICIENT_EVIDENCE", "iterable data has no known length and no ids")
-    if row.replacement or (
-        row.sampler_class == "RandomSampler" and 0 <= row.planned_samples * len(row.ranks) < row.length
-    ):
+    if row.replacement or row.capped:
         return Abstention("NOT_APPLICABLE", "the sampler draws with replacement, or only a set number of samples")
     if row.alone:
         return Abstention("INSUFFICIENT_EVIDENCE", "no process group is known to join the ranks' models")

@@ -26,8 +26,8 @@ PARAMS = {
 }
 
 # Of n samples that are dealt to R ranks each rank's first n // R are compared: a correct split has no repeat there,
-# whatever it pads at the end (DistributedSampler) or wraps around to (endless samplers). `key` is the id, or the content
-# digest of a sample that has no id. Ranks are compared with the ranks that train the same model: `peers`, by `relation`.
+# whatever it pads at the end (DistributedSampler) or wraps around to (endless samplers). `key` is the id, or the digest
+# of a sample that has no id. Ranks are compared with those that train the same model: `peers`, by `relation`.
 SQL = """
 WITH relation AS (
     SELECT rank, attempt,
@@ -268,18 +268,16 @@ def _other_data(rows: Sequence[Row], sharers: Sequence[Row]) -> Abstention | Non
 
 
 def _finding(rows: Sequence[Row], sharers: Sequence[Row]) -> Finding:
-    first = rows[0]
-    ranks = tuple(r.rank for r in sharers)
+    first, ranks = rows[0], tuple(r.rank for r in sharers)
     step = max(1, min((r.first_step for r in sharers if r.first_step), default=1))
     everything = all(r.samples > SAME_RATIO * r.length for r in rows)
     unsharded = everything and not first.iterable and len(sharers) == len(rows)
     share = max(r.affected / r.used for r in sharers)
-    state: EvidenceState = "OBSERVED"
-    if first.iterable and not all(r.affected > ALL_RATIO * r.used for r in sharers):
-        state = "INFERRED"
+    partly = first.iterable and not all(r.affected > ALL_RATIO * r.used for r in sharers)
+    state: EvidenceState = "INFERRED" if partly else "OBSERVED"
     severity: Severity = "critical" if state == "OBSERVED" and (unsharded or share > OTHER_RATIO) else "warning"
-    what = "samples of equal content" if first.iterable else "samples"
-    summary = f"{ranks_text(ranks)} consume the same {what} in pass {first.nth_pass}: up to {share:.0%} of a rank's"
+    alike = "samples of equal content" if first.iterable else "samples"
+    summary = f"{ranks_text(ranks)} consume the same {alike} in pass {first.nth_pass}: up to {share:.0%} of a rank's"
     if unsharded:
         summary = f"the data was not sharded: in pass {first.nth_pass} each of {len(rows)} ranks consumes all of it"
     return Finding(

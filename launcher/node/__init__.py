@@ -1,0 +1,1 @@
+"""What the launcher samples on its node, one file per kind of sampler."""

@@ -170,7 +170,9 @@ def install(emit: Emit) -> Undo:
         ids, size, digests = [], -1, []
         if end == "":
             listed = index if isinstance(index, (list, tuple)) else [index]
-            ids = [] if this.iterable or index is None or len(listed) > IDS_LIMIT else root_ids(this.chain, list(listed))
+            ids = (
+                [] if this.iterable or index is None or len(listed) > IDS_LIMIT else root_ids(this.chain, list(listed))
+            )
             size = len(listed) if ids else batch_size(data)
             digests = sample_digests(data, size) if 0 < size <= IDS_LIMIT else []
         emit(BATCH, (this.loader, this.number, this.index, size, ended - started, agent.backwards_total,

@@ -1,7 +1,7 @@
 """Norms of every gradient before the reduction spreads it, norms and fingerprints of what the optimizer gets.
 
 Writes    grad
-Costs     one fused norm over all gradients per pass and stage, one exact fingerprint per tensor at the reduced stage
+Costs     per watched step one fused norm over the local gradients and one fingerprint per reduced gradient
 Blind to  local gradients under gradient_as_bucket_view=True (`valid` is false); earlier micro-steps that were reduced
           already are part of a local gradient; of shards only this rank's part is seen, after the reduction
 """
@@ -9,6 +9,7 @@ Blind to  local gradients under gradient_as_bucket_view=True (`valid` is false);
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from .. import fingerprint, torchprivate
@@ -22,7 +23,7 @@ TABLE = Table("grad", (
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
     Column("micro", "int32", "", "backward calls of this step before this one"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
-    Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured"),
+    Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured (the reduced stage, where the local one was)"),
     Column("digest", "int64[]", "", "exact fingerprint per tensor of the reduced stage; empty at the local stage"),
     Column("nonfinite", "int64[]", "", "catalogue indices of tensors that hold NaN or Inf"),
     Column("valid", "bool", "", "local stage: the values are this rank's alone, before the reduction"),
@@ -34,15 +35,17 @@ NO_GRADIENT, UNMEASURED = -1.0, -2.0
 
 def install(emit: Emit) -> Undo:
     agent = emit.agent
-    device_weights: dict[Any, Any] = {}
+    on_device = fingerprint.DeviceWeights()
+    local_step = [0]  # last step whose local gradients were seen as this rank's alone
 
     def local() -> None:
-        agent.catalogue.refresh()
+        agent.catalogue.refresh(in_backward=True)
         if not agent.catalogue.params:
             return
-        entries = due(agent.catalogue.params, agent.window.step)
         valid = not any(d.gradient_as_bucket_view for _, d, _ in agent.catalogue.ddps())
-        measure("local", entries, valid, False)
+        if valid:
+            local_step[0] = agent.window.step
+        measure("local", due(agent.catalogue.params, agent.window.step), valid, True, False)
 
     def reduced(optimizer: Any, number: int) -> None:
         if not agent.watching:
@@ -50,61 +53,86 @@ def install(emit: Emit) -> Undo:
         agent.catalogue.refresh()
         held = [e for e in agent.catalogue.params if e.optimizer == number]
         if held:
-            measure("reduced", due(held, agent.window.step), True, True)
+            # norms and finiteness were taken before the reduction; again here only where that was not possible
+            normed = local_step[0] != agent.window.step or any(e.sharing == "sharded" for e in held)
+            if len(held) == len(agent.catalogue.params):
+                held = agent.catalogue.params
+            measure("reduced", due(held, agent.window.step), True, normed, True)
 
-    def measure(stage: str, entries: list[Entry], valid: bool, exact: bool) -> None:
-        chosen, grads = [], []
+    def measure(stage: str, entries: list[Entry], valid: bool, normed: bool, exact: bool) -> None:
+        chosen: list[int] = []
+        grads: list[Any] = []
         l2 = [NO_GRADIENT] * len(entries)
         for at, entry in enumerate(entries):
-            p = entry.tensor
+            p = entry.ref()
             grad = p.grad if p is not None else None
             if grad is None:
                 continue
-            grad = torchprivate.local_shard(grad)
-            if grad.is_sparse or not grad.is_floating_point() or grad.numel() == 0:
-                l2[at] = UNMEASURED
-                continue
-            chosen.append(at)
-            grads.append(grad)
-        step, micro, generation, scale = agent.window.step, agent.backwards, agent.catalogue.generation, agent.scale
-        whole = entries is agent.catalogue.params
-        indices = [] if whole else [e.index for e in entries]
-        if not grads:
-            emit(TABLE, (generation, micro, valid, 1.0),
-                 (stage, indices, l2, [0] * len(entries) if exact else [], []), step=step)  # fmt: skip
-            return
-        on_host = not any(g.is_cuda for g in grads)
-        wanted = [fingerprint.norms(grads)]
-        if scale is not None:
-            wanted.append(scale.double().reshape(1))
-        if exact and not on_host:
-            wanted.append(agent.torch.stack([fingerprint.digest_device(g, on_device(g.device)) for g in grads]))
-        host_digests = [fingerprint.digest_cpu(g) for g in grads] if exact and on_host else []
+            l2[at] = UNMEASURED
+            if entry.sharing == "sharded":
+                if stage == "local":
+                    continue  # what stands in .grad before a sharded reduction differs by version
+                grad = torchprivate.local_shard(grad)
+            if not grad.is_sparse and grad.is_floating_point() and grad.numel() and torchprivate.readable(grad):
+                chosen.append(at)
+                grads.append(grad)
+        indices = [] if entries is agent.catalogue.params else [e.index for e in entries]
+        head = (agent.catalogue.generation, agent.backwards, valid)
+        if grads:
+            row = Pass(stage, indices, entries, chosen, grads, l2, head, agent.window.step, agent.scale)
+            read(row, normed, exact)
+        else:
+            emit(TABLE, (*head, 1.0), (stage, indices, l2, [0] * len(entries) if exact else [], []))
 
-        def landed(read: list[Any]) -> None:
-            factor = read[1][0] if scale is not None else 1.0
-            # the reduced stage may be seen before or after unscaling: its values are reported as they are
-            divisor = factor if stage == "local" and factor else 1.0
-            found = host_digests or (read[-1] if exact else [])
-            digests = [0] * len(entries) if exact else []
-            odd = []
-            for k, at in enumerate(chosen):
-                l2[at] = read[0][k] / divisor
-                if not math.isfinite(read[0][k]) and (not on_host or fingerprint.has_nonfinite(grads[k])):
-                    odd.append(entries[at].index)
-                if exact:
-                    digests[at] = found[k]
+    def read(row: Pass, normed: bool, exact: bool) -> None:
+        """Start what has to be computed; the row is written when the values are on the host."""
+        on_host = not any(g.is_cuda for g in row.grads)
+        digests, _ = fingerprint.digests_cpu(row.grads) if exact and on_host else ([], [])
+        wanted = [fingerprint.norms(row.grads)] if normed else []
+        if row.scale is not None:
+            wanted.append(row.scale.double().reshape(1))
+        if exact and not on_host:
+            wanted.append(on_device.digests(row.grads))
+
+        def landed(values: list[Any]) -> None:
+            norms = values.pop(0) if normed else []
+            factor = values.pop(0)[0] if row.scale is not None else 1.0
+            odd = write(row, norms, factor, digests or (values[0] if values else []), exact, on_host)
             if odd:
                 agent.alarm()
-            emit(TABLE, (generation, micro, valid, factor), (stage, indices, l2, digests, odd), step=step)
 
         agent.landing.land(wanted, landed)
 
-    def on_device(device: Any) -> Any:
-        if device not in device_weights:
-            device_weights[device] = fingerprint.device_weights(device)
-        return device_weights[device]
+    def write(row: Pass, norms: list[float], factor: float, found: list[int], exact: bool, on_host: bool) -> list[int]:
+        # the reduced stage may be seen before or after unscaling: its values are reported as they are
+        divisor = factor if row.stage == "local" and factor else 1.0
+        digests = [0] * len(row.entries) if exact else []
+        odd = []
+        for k, at in enumerate(row.chosen):
+            if exact:
+                digests[at] = found[k]
+            if norms:
+                row.l2[at] = norms[k] / divisor
+                if not math.isfinite(norms[k]) and (not on_host or fingerprint.has_nonfinite(row.grads[k])):
+                    odd.append(row.entries[at].index)
+        emit(TABLE, (*row.head, factor), (row.stage, row.indices, row.l2, digests, odd), step=row.step)
+        return odd
 
     emit.on("gradients_local", local)
     emit.on("before_update", reduced)
-    return device_weights.clear
+    return on_device.clear
+
+
+@dataclass
+class Pass:
+    """One look at the gradients: which, and what is filled in later. `chosen` are the positions of `grads` in `entries`."""
+
+    stage: str
+    indices: list[int]
+    entries: list[Entry]
+    chosen: list[int]
+    grads: list[Any]
+    l2: list[float]
+    head: tuple[int, int, bool]
+    step: int
+    scale: Any

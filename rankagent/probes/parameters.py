@@ -20,7 +20,7 @@ PARAM = Table("param", (
     Column("stage", "text", "", "start: before the first update of an attempt; end: after the step's update; final: when the process ended"),
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all parameters in catalogue order"),
-    Column("l2", "float64[]", "", "L2 norm per tensor; -2 not measured"),
+    Column("l2", "float64[]", "", "L2 norm per tensor, -2 for one without; empty where no norms were taken"),
     Column("digest", "int64[]", "", "exact fingerprint of the bits"),
     Column("nonfinite", "int64[]", "", "catalogue indices of tensors that hold NaN or Inf"),
 ), "one row per watched step")  # fmt: skip
@@ -52,12 +52,13 @@ TENSOR = Table("tensor", (
 
 TABLES = (PARAM, BUFFER, TENSOR)
 UNMEASURED = -2.0
+NORM_STEPS = 16  # parameter norms move slowly: on a host they are taken at the first, the last and every 16th step
 
 
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     catalogue = agent.catalogue
-    device_weights: dict[Any, Any] = {}
+    on_device = fingerprint.DeviceWeights()
     described = [0]  # catalogue generation that the tensor table holds
     passed = [-1, 0]  # step and generation of the last whole pass
     synced: dict[int, int] = {}  # DDP module -> step of its last sync row
@@ -110,45 +111,48 @@ def install(emit: Emit) -> Undo:
         fingerprints(BUFFER, "sync", step, [b for b in due(catalogue.buffers, step) if b.ddp == number], False)
 
     def fingerprints(table: Table, stage: str, step: int, entries: list[Entry], whole: bool) -> None:
-        alive = [(e, torchprivate.local_shard(t).detach()) for e in entries if (t := e.tensor) is not None]
-        alive = [(e, t) for e, t in alive if not t.is_sparse and t.device.type != "meta"]
+        alive, tensors = [], []
+        for e in entries:
+            t = e.ref()
+            if t is None or t.is_sparse or t.device.type == "meta":
+                continue
+            t = torchprivate.local_shard(t) if e.sharing == "sharded" else t
+            if torchprivate.readable(t):
+                alive.append(e)
+                tensors.append(t)
         if not alive:
             return
-        tensors = [t for _, t in alive]
-        indices = [] if whole and len(alive) == len(entries) else [e.index for e, _ in alive]
+        indices = [] if whole and len(alive) == len(entries) else [e.index for e in alive]
         generation, on_host = catalogue.generation, not any(t.is_cuda for t in tensors)
-        wanted = []
-        measured = [k for k, t in enumerate(tensors) if t.is_floating_point() and t.numel()] if table is PARAM else []
-        if measured:
-            wanted.append(fingerprint.norms([tensors[k] for k in measured]))
+        normed = table is PARAM and (not on_host or stage != "end" or step % NORM_STEPS == 0)
+        measured = [k for k, t in enumerate(tensors) if t.is_floating_point() and t.numel()] if normed else []
+        digests, suspects = fingerprint.digests_cpu(tensors) if on_host else ([], [])
+        wanted = [fingerprint.norms([tensors[k].detach() for k in measured])] if measured else []
         if not on_host:
-            wanted.append(agent.torch.stack([fingerprint.digest_device(t, on_device(t.device)) for t in tensors]))
-        host_digests = [fingerprint.digest_cpu(t) for t in tensors] if on_host else []
+            wanted.append(on_device.digests(tensors))
 
         def landed(read: list[Any]) -> None:
-            digests = host_digests or read[-1]
+            norms = read.pop(0) if measured else []
+            found = digests or read[0]
             if table is BUFFER:
-                emit(BUFFER, (generation,), (stage, indices, digests), step=step)
+                emit(BUFFER, (generation,), (stage, indices, found), step=step)
                 return
-            l2, odd = [UNMEASURED] * len(tensors), []
-            for k, norm in zip(measured, read[0] if measured else [], strict=True):
+            l2 = [UNMEASURED] * len(tensors) if measured else []
+            for k, norm in zip(measured, norms, strict=True):
                 l2[k] = norm
-                if not math.isfinite(norm) and (not on_host or fingerprint.has_nonfinite(tensors[k])):
-                    odd.append(alive[k][0].index)
+            if on_host:
+                odd = [alive[k].index for k in suspects if fingerprint.has_nonfinite(tensors[k].detach())]
+            else:
+                odd = [alive[k].index for k, norm in zip(measured, norms, strict=True) if not math.isfinite(norm)]
             if odd:
                 agent.alarm()
-            emit(PARAM, (generation,), (stage, indices, l2, digests, odd), step=step)
+            emit(PARAM, (generation,), (stage, indices, l2, found, odd), step=step)
 
         agent.landing.land(wanted, landed)
-
-    def on_device(device: Any) -> Any:
-        if device not in device_weights:
-            device_weights[device] = fingerprint.device_weights(device)
-        return device_weights[device]
 
     emit.on("before_update", before_update)
     emit.on("step_end", step_end)
     emit.on("buffers_synced", buffers_synced)
     emit.on("ending", ending)
     emit.on("close", ending)
-    return device_weights.clear
+    return on_device.clear

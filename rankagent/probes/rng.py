@@ -7,6 +7,7 @@ Blind to  generators that user code makes for itself; seeding through C
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
@@ -40,7 +41,7 @@ SEED = Table("seed", (
 TABLES = (RNG, SEED)
 
 
-DEFAULT_TORCH_SEED = 67280421310721  # c10's default_rng_seed_val: what initial_seed says before anyone seeds
+MT19937_BYTES = 625 * 4  # 624 words of state and the position, as numpy lays them out
 SEED_CALLS_LIMIT = 1000
 
 
@@ -48,7 +49,10 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     last: dict[str, str] = {}
     calls = [0]
+    unseeded = emit.agent.torch.default_generator.initial_seed()  # torch draws it at import, anew in each process
     inside: list[bool] = []
+
+    numpy_random = sys.modules.get("numpy.random")
 
     def seeded(library: str, call: str, seed: Any) -> None:
         last[library] = "" if seed is None else str(seed)[:200]
@@ -79,16 +83,22 @@ def install(emit: Emit) -> Undo:
         generator = torch.default_generator
         initial = generator.initial_seed()
         cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
-        numpy_digest = 0
-        if "numpy.random" in sys.modules:
-            state = sys.modules["numpy.random"].get_state(legacy=False)["state"]
-            numpy_digest = zlib.crc32(b"".join(bytes(memoryview(v)) if hasattr(v, "tobytes") else str(v).encode()
-                                               for v in state.values()))  # fmt: skip
+        numpy_digest = numpy_state() if numpy_random is not None else 0
         emit(RNG, (zlib.crc32(torch.get_rng_state().numpy()), numpy_digest, hash(random.getstate()), signed(initial),
-                   initial != DEFAULT_TORCH_SEED or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
+                   initial != unseeded or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
              (last.get("numpy", ""), last.get("random", "")), step=step)  # fmt: skip
 
+    def numpy_state() -> int:
+        """Digest of numpy's global stream: straight from its memory, as get_state() takes 24 us."""
+        generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
+        if type(generator).__name__ == "MT19937":
+            if generator is not address[0]:
+                address[:] = [generator, generator.ctypes.state_address]  # type: ignore[union-attr]
+            return zlib.crc32(ctypes.string_at(address[1], MT19937_BYTES))
+        return zlib.crc32(repr(numpy_random.get_state(legacy=False)).encode())  # type: ignore[union-attr]
+
     first = [True]
+    address: list[Any] = [None, 0]
 
     def before_update(optimizer: Any, number: int) -> None:
         if first[0]:
@@ -100,7 +110,6 @@ def install(emit: Emit) -> Undo:
             streams(agent.window.step)
 
     torch = agent.torch
-    numpy_random = sys.modules.get("numpy.random")
     undos = [
         watch("torch", torch, "manual_seed"), watch("torch", torch.random, "manual_seed"),
         watch("torch", torch, "seed"), watch("torch", torch.random, "seed"),

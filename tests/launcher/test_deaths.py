@@ -80,6 +80,18 @@ def test_what_ends_after_the_stop_was_stopped_and_what_had_ended_before_was_not(
     other.wait()
 
 
+def test_stopping_a_group_a_second_time_changes_nothing() -> None:
+    unwatched = Deaths(on_death=lambda: None)  # its thread is late: it has seen no end when the second stop comes
+    child = shell("exec sleep 60")
+    unwatched.follow([Process(0, 0, child.pid)])
+    unwatched.stopping({})
+    child.terminate()
+    unwatched.stopping({child.pid: child.wait()})
+    (p,) = unwatched.take(last=True)
+    assert (p.exit_code, p.stopped) == (-15, True)
+    unwatched.close()
+
+
 def test_a_process_that_is_no_child_of_ours_ends_with_an_unknown_code(deaths: Deaths) -> None:
     out = subprocess.run(["sh", "-c", "sleep 0.3 >/dev/null & echo $!"], capture_output=True, check=True).stdout
     deaths.follow([Process(0, 0, int(out))])

@@ -93,7 +93,7 @@ def test_lbfgs_computes_its_gradients_inside_the_step(tmp_path):
     assert steps(rows) == [1, 2]
     reduced = [r for r in rows["grad"] if r["stage"] == "reduced"]
     assert [r["step"] for r in reduced] == [1, 2]
-    assert all(v > 0 for v in reduced[0]["l2"])
+    assert all(reduced[0]["digest"])
 
 
 def test_a_subclass_that_calls_its_parent_steps_once(tmp_path):

@@ -40,7 +40,9 @@ def test_keys_with_the_same_odd_rank_are_one_finding_named_by_the_most_telling_k
 
 
 def test_different_odd_ranks_are_different_findings() -> None:
-    _, found = judge(ranks({"flag.a": "1", "flag.b": "0"}, {"flag.a": "0", "flag.b": "1"}, {"flag.a": "0", "flag.b": "0"}))
+    _, found = judge(
+        ranks({"flag.a": "1", "flag.b": "0"}, {"flag.a": "0", "flag.b": "1"}, {"flag.a": "0", "flag.b": "0"})
+    )
     assert sorted((f.ranks, f.subject, f.severity) for f in found) == [
         ((0,), "flag.a", "warning"), ((1,), "flag.b", "warning"),
     ]  # fmt: skip

@@ -10,7 +10,9 @@ from tdbg.aggregator.detectors import sampler_seed_mismatch
 PASS_STEPS = 5
 
 
-def passes(rows: Rows, rank: int, seed: int, epochs: list[int], sampler: int = 0, trains: bool = True, **more: Any) -> None:
+def passes(
+    rows: Rows, rank: int, seed: int, epochs: list[int], sampler: int = 0, trains: bool = True, **more: Any
+) -> None:
     """One sampler of one rank, iterated once for each epoch, by a loader whose batches feed training or don't."""
     about = {"rank": rank, "sampler": sampler, "seed": seed, "num_replicas": 3, "dataset_length": 300, "shuffle": True}
     about |= {"class_name": "DistributedSampler"} | more

@@ -1,0 +1,141 @@
+"""OOM_PRECURSOR from rows of memory, and its statistics by themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kit.rows import Finding, Rows
+from tdbg.aggregator.detectors import oom_precursor
+from tdbg.aggregator.detectors.oom_precursor import mann_kendall_z, theil_sen, trend
+
+MIB = 1 << 20
+LIMIT = 1000 * MIB
+
+
+def grow(usage: Callable[[int], float], steps: int = 60, ranks: int = 2, limit: int = LIMIT) -> Rows:
+    """Ranks whose address space is `usage(step)` MiB at each step, below `limit`."""
+    rows = Rows()
+    for rank in range(ranks):
+        for step in range(1, steps + 1):
+            rows.add("step", rank=rank, step=step)
+            rows.add(
+                "memory",
+                rank=rank,
+                step=step,
+                vms_bytes=int(usage(step) * MIB),
+                rss_bytes=50 * MIB,
+                limit_as_bytes=limit,
+            )
+    return rows
+
+
+def judge(rows: Rows, world_size: int = 2) -> tuple[str, list[Finding]]:
+    outcomes, found = rows.judge(oom_precursor, world_size=world_size)
+    return outcomes["OOM_PRECURSOR"], [f for _, f in found]
+
+
+def test_steady_growth_that_came_most_of_the_way_is_found_on_all_its_ranks() -> None:
+    _, (f,) = judge(grow(lambda s: 200 + 10 * s))
+    assert (f.ranks, f.first_step, f.severity, f.evidence_state) == ((0, 1), 1, "warning", "INFERRED")
+    assert "near step 80" in f.summary or "near step 81" in f.summary
+
+
+def test_growth_that_was_seen_near_the_limit_is_observed() -> None:
+    _, (f,) = judge(grow(lambda s: 380 + 10 * s))
+    assert f.evidence_state == "OBSERVED"
+
+
+def test_growth_with_more_room_left_than_was_used_up_is_silent() -> None:
+    assert judge(grow(lambda s: 200 + 2 * s)) == ("CLEAR", [])
+
+
+def test_a_cache_that_fills_and_levels_off_is_silent() -> None:
+    assert judge(grow(lambda s: 200 + 600 * (1 - 0.9**s), steps=100)) == ("CLEAR", [])
+    assert judge(grow(lambda s: 200 + 12 * min(s, 50), steps=200)) == ("CLEAR", [])
+
+
+def test_memory_that_swings_is_silent() -> None:
+    chance = random.Random(1)
+    assert judge(grow(lambda s: 500 + chance.gauss(0, 30), steps=200)) == ("CLEAR", [])
+
+
+def test_fewer_than_20_steps_are_too_few() -> None:
+    assert judge(grow(lambda s: 200 + 40 * s, steps=19)) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_no_limit_is_no_evidence() -> None:
+    assert judge(grow(lambda s: 200 + 10 * s, limit=-1)) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_steps_before_the_limit_was_set_do_not_count() -> None:
+    rows = grow(lambda s: 200 + 10 * s)
+    rows.connection.execute("UPDATE memory SET limit_as_bytes = -1 WHERE step <= 50")
+    assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_only_the_rank_that_grows_is_named() -> None:
+    rows = grow(lambda s: 200, ranks=3)
+    rows.connection.execute(f"UPDATE memory SET vms_bytes = vms_bytes + step * {10 * MIB} WHERE rank = 1")
+    assert [f.ranks for f in judge(rows, 3)[1]] == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("subject", "columns"),
+    [
+        ("cgroup memory", lambda used: {"cgroup_limit_bytes": LIMIT, "cgroup_used_bytes": used, "memory_total_bytes": 0}),
+        ("physical memory", lambda used: {"cgroup_limit_bytes": -1, "cgroup_used_bytes": -1, "memory_total_bytes": LIMIT,
+                                          "memory_available_bytes": LIMIT - used}),
+    ],
+)  # fmt: skip
+def test_a_nodes_limit_names_its_ranks_whose_memory_grows(
+    subject: str, columns: Callable[[int], dict[str, Any]]
+) -> None:
+    rows = Rows()
+    for step in range(1, 61):
+        for rank in range(3):
+            rss = (100 + (8 * step if rank == 1 else 0)) * MIB
+            rows.add("step", rank=rank, step=step)
+            rows.add("memory", rank=rank, step=step, rss_bytes=rss, vms_bytes=rss, limit_as_bytes=-1)
+        rows.add("host", rank=-1, **columns((300 + 8 * step) * MIB))
+    for rank in range(3):
+        rows.add("proc", rank=rank, limit_data_bytes=-1)
+    _, (f,) = judge(rows, 3)
+    assert (f.ranks, f.subject) == ((1,), subject)
+
+
+def test_the_data_segment_is_judged_by_the_launchers_samples() -> None:
+    rows = Rows()
+    for step in range(1, 61):
+        rows.add("step", step=step)
+        rows.add("memory", step=step, rss_bytes=MIB, vms_bytes=MIB, limit_as_bytes=-1)
+        rows.add("proc", data_bytes=(200 + 10 * step) * MIB, limit_data_bytes=LIMIT, limit_as_bytes=-1)
+    _, (f,) = judge(rows, 1)
+    assert (f.ranks, f.subject) == ((0,), "data segment (RLIMIT_DATA)")
+
+
+def test_the_trend_statistic_knows_a_rise_a_fall_and_nothing() -> None:
+    assert mann_kendall_z(range(8)) == pytest.approx(3.34, abs=0.01)
+    assert mann_kendall_z(range(8, 0, -1)) == pytest.approx(-3.34, abs=0.01)
+    assert mann_kendall_z([5] * 8) == 0
+    assert mann_kendall_z([1, 2]) == 0
+    assert mann_kendall_z(range(7)) < oom_precursor.TREND_Z  # why eight blocks are the fewest
+
+
+def test_the_slope_withstands_an_outlier_and_its_bound_lies_below() -> None:
+    values = [10 * i for i in range(12)]
+    values[5] = 10_000
+    slope, lower = theil_sen(values, range(0, 24, 2))
+    assert slope == pytest.approx(5)
+    assert 0 < lower <= slope
+
+
+def test_the_trend_of_noise_is_none_nearly_always() -> None:
+    chance = random.Random(7)
+    alarms = sum(
+        trend([int(chance.gauss(0, 1000)) for _ in range(8)], range(0, 80, 10)) is not None for _ in range(2000)
+    )
+    assert alarms <= 6  # 0.1 % of 2,000 is 2; more than 6 has a probability below 0.5 %
