@@ -174,11 +174,9 @@ def watch(args: argparse.Namespace) -> int:
             now = look()
             _print(args, lambda json: json.watch(now.verdict, now.ranks), str)
             return 0
-        from rich.console import Console
-
         from .outputs.live import watch as watch_loop
 
-        watch_loop(look, Console())
+        watch_loop(look)
     return 0
 
 

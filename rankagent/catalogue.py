@@ -7,7 +7,6 @@ weak references only, so that a model that training has let go is freed.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,8 +89,6 @@ class Catalogue:
 
         During backward FSDP shows gathered parameters in place of its shards: a catalogue of those would be wrong.
         """
-        if in_backward and "torch.distributed.fsdp" in sys.modules:
-            return False
         optimizers = self.optimizers()
         signature = (
             tuple(
@@ -100,6 +97,9 @@ class Catalogue:
             tuple(i for i, _, _ in self.ddps()),
         )
         if signature == self._signature:
+            return False
+        params = (p for o in optimizers.values() for g in o.param_groups for p in g["params"])
+        if in_backward and any(torchprivate.is_shard(p) for p in params):
             return False
         self._signature = signature
         self._build(optimizers)

@@ -20,10 +20,10 @@ INTERVAL_S = 1.0  # a fault is on the screen within two looks
 PLAIN_LINES = 1000  # without a terminal nothing limits the height
 
 
-def watch(
-    look: Callable[[], Look], console: Console, keyboard: TextIO = sys.stdin, interval_s: float = INTERVAL_S
-) -> None:
-    """Draw until the run has ended or q is pressed; the last screen stays on the terminal."""
+def watch(look: Callable[[], Look], console: Console | None = None, keyboard: TextIO | None = None,
+          interval_s: float = INTERVAL_S) -> None:  # fmt: skip
+    """Draw on standard output until the run has ended or q is pressed; the last screen stays on the terminal."""
+    console, keyboard = console or Console(), keyboard or sys.stdin
     latest = look()
     if console.is_terminal and latest.status == "running":
         with keys_of(keyboard) as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
