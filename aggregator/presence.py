@@ -45,6 +45,7 @@ class Presence:
     quality: DataQuality
     facts: RunFacts
     gaps: tuple[Gap, ...]
+    absent: dict[str, str]  # table -> why its probe could not be installed
 
 
 @dataclass
@@ -92,7 +93,7 @@ def presence(store: Store, now_ns: int | None = None) -> Presence:
         nodes=max(1, len(store.about.nodes)), local_world_size=_local_world(store.about, world), last_step=last,
         watch_steps=store.about.watch_steps,
     )  # fmt: skip
-    return Presence(status, world, steps, max(1, len(worlds)), quality, facts, tuple(notes.gaps))
+    return Presence(status, world, steps, max(1, len(worlds)), quality, facts, tuple(notes.gaps), _unavailable(store))
 
 
 def steady_gaps(store: Store, tables: set[str], expected: int) -> Iterator[Gap]:
@@ -253,6 +254,13 @@ def _switched_off(store: Store, notes: _Notes) -> None:
         notes.lost(f"a probe switched itself off on {ranks_text(quiet)}")
     for about, text in store.rows("SELECT DISTINCT about, text FROM node_note WHERE about IN ('seal', 'supervisor')"):
         notes.warnings.append(f"the launcher's {about} reported: {text}")
+
+
+def _unavailable(store: Store) -> dict[str, str]:
+    """Tables that a probe would have written, had torch what it needs. No loss: those rows never existed."""
+    tables = _tables_of_probes()
+    rows = store.rows("SELECT name, any_value(reason) FROM probe WHERE state = 'unavailable' GROUP BY name")
+    return {t: f"probe {name} was unavailable: {reason}" for name, reason in rows for t in tables.get(name, ())}
 
 
 def _tables_of_probes() -> dict[str, tuple[str, ...]]:

@@ -13,6 +13,9 @@ from .store import Store
 # A rank whose memory or step time is half as much again as its peers' median is worth a word in a table. It is no
 # finding: the rules for imbalance and stragglers have their own, stricter tests.
 APART_RATIO = 1.5
+# Ranks are read one after the other: in a run that went on meanwhile (or whose ranks outlived their launcher) a lag of
+# so little time may be the reading itself.
+READING_NS = 5 * 10**9
 APART_RANKS = 3  # with two ranks there is no majority to stand apart from
 
 # `schema` is main (everything) or recent (the newest segments): a live screen must cost the same at any hour.
@@ -25,8 +28,9 @@ WITH s AS (
     SELECT rank, attempt, arg_max(total / greatest(backwards, 1), step) AS loss
     FROM {schema}.loss GROUP BY rank, attempt
 ), g AS (
-    SELECT rank, attempt, arg_max(sqrt(list_sum([x * x for x in l2 if NOT x < 0])), step) AS norm
-    FROM {schema}.grad WHERE stage = 'reduced' GROUP BY rank, attempt
+    SELECT rank, attempt, arg_max(sqrt(list_sum([x * x for x in l2 if NOT x < 0])), step * 2 + (stage = 'reduced')::INT)
+           AS norm
+    FROM {schema}.grad WHERE stage = 'reduced' OR valid GROUP BY rank, attempt
 ), m AS (
     SELECT rank, attempt, arg_max(rss_bytes, step) AS rss, arg_max(cuda_reserved_bytes, step) AS cuda
     FROM {schema}.memory GROUP BY rank, attempt
@@ -39,7 +43,8 @@ ORDER BY s.rank, s.attempt
 
 @dataclass(frozen=True)
 class RankRow:
-    """A rank's last attempt. None: not recorded. `loss` is the mean over the last step's backwards."""
+    """A rank's last attempt. None: not recorded. `loss` is the mean over the last step's backwards; `grad_norm` of the
+    gradient that the optimizer got, of the rank's own one where that was not measured."""
 
     rank: int
     host: str = ""
@@ -72,19 +77,22 @@ def rank_rows(store: Store, incidents: Sequence[Incident] = (), world_size: int 
         host = hosts.get((attempt, rank), "")
         rows[rank] = RankRow(rank, host, attempt, pid, steps, seen, loss, norm, step_ns, rss,
                              None if cuda is None or cuda < 0 else cuda)  # fmt: skip
-    return tuple(what_sets_apart([rows[r] for r in sorted(rows)], incidents))
+    whole = store.about.said_status in ("finished", "failed")
+    return tuple(what_sets_apart([rows[r] for r in sorted(rows)], incidents, 0 if whole else READING_NS))
 
 
-def what_sets_apart(rows: Sequence[RankRow], incidents: Sequence[Incident]) -> Iterable[RankRow]:
-    """Fill `apart`: the rank's incidents, unless they name every rank alike; else the value that differs."""
+def what_sets_apart(rows: Sequence[RankRow], incidents: Sequence[Incident], reading_ns: int = 0) -> Iterable[RankRow]:
+    """Fill `apart`: the rank's incidents above a note and the values that differ, a lag only beyond `reading_ns`."""
     behind = max((r.steps for r in rows), default=0)
     memory, time = _median(rows, lambda r: r.rss_bytes), _median(rows, lambda r: r.step_ns)
     for row in rows:
         named = [i for i in incidents if row.rank in i.finding.ranks]
         named.sort(key=lambda i: SEVERITIES.index(i.finding.severity))
         notes = list(dict.fromkeys(i.reason_code for i in named if i.finding.severity != "note"))
-        if row.pid is not None and behind - row.steps >= 2:  # one step apart is how ranks look when read at one moment
-            notes.append(f"{behind - row.steps} steps behind")
+        lag = behind - row.steps
+        # one step apart is how ranks look when read at one moment
+        if row.pid is not None and lag >= 2 and lag * (row.step_ns or reading_ns) >= reading_ns:
+            notes.append(f"{lag} steps behind")
         notes += _ratio("memory", row.rss_bytes, memory) + _ratio("step time", row.step_ns, time)
         yield replace(row, apart=", ".join([*filter(None, [row.apart]), *notes]))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -88,12 +88,12 @@ def _ask(module: ModuleType, store: Store, present: Presence, said: _Judging) ->
     except Exception as e:
         _report(module.__name__.rpartition(".")[2], codes, e, said)
         return
-    for v in sober(ruling, gaps):
+    for v in sober(ruling, gaps, present.absent):
         said.verdicts[v.reason_code] = v
     said.findings += ruling.findings
 
 
-def sober(ruling: Ruling, gaps: list[Gap]) -> Iterable[RuleVerdict]:
+def sober(ruling: Ruling, gaps: list[Gap], absent: Mapping[str, str]) -> Iterable[RuleVerdict]:
     """The ruling's verdicts; CLEAR over data with holes and a hypothesis become INSUFFICIENT_EVIDENCE."""
     for v in ruling.verdicts:
         states = {f.evidence_state for code, f in ruling.findings if code == v.reason_code}
@@ -104,7 +104,8 @@ def sober(ruling: Ruling, gaps: list[Gap]) -> Iterable[RuleVerdict]:
         elif v.outcome == "INCIDENT" and states == {"HYPOTHESIS"}:
             yield replace(v, outcome="INSUFFICIENT_EVIDENCE", why=f"a hypothesis only: {v.why}")
         else:
-            yield v
+            known = [reason for table, reason in absent.items() if f"table {table} has rows of" in v.why]
+            yield replace(v, why="; ".join([v.why, *known]))
 
 
 def tables_read(module: ModuleType) -> set[str]:

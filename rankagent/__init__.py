@@ -1,1 +1,1 @@
-"""The agent inside each rank. In a rank it is loaded under a private name and never imports the package's public one."""
+"""The agent inside each rank, where it is loaded under a private name and never imports the package's public one."""

@@ -74,7 +74,7 @@ class Emit:
         self.agent.subscribe(self.name, event, fn)
 
     def guarded(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call `fn(*args)` from one of this probe's own patches, under the same guard; None when it failed or is off."""
+        """Call `fn(*args)` from a patch of this probe's own, under the same guard; None when it failed or is off."""
         agent = self.agent
         if not agent.live or self.name in agent.disabled:
             return None
@@ -194,7 +194,7 @@ class Agent:
         self.phase = "other"
 
     def _agreement(self) -> tuple[Any, Any]:
-        """How ranks agree on the cadence: (publish, look up) through the job's store; (None, None) for a single rank."""
+        """How ranks agree on the cadence: (publish, look up) in the job's store; (None, None) for a single rank."""
         if self.role.world_size <= 1:
             return None, None
 

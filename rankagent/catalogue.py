@@ -133,8 +133,8 @@ class Catalogue:
         self.buffers = [_numbered(b, len(params) + i) for i, b in enumerate(buffers)]
 
     def _roots(self, held: dict[int, tuple[int, str]]) -> list[tuple[Any, Any]]:
-        """Modules that hold the optimizers' parameters, in the order of those: (module, its DDP wrapper's tuple or None)."""
-        found = [(d.module, (i, d, names)) for i, d, names in self.ddps()]
+        """Modules that hold the optimizers' parameters, in the order of those: (module, entry of `ddps` or None)."""
+        found: list[tuple[Any, Any]] = [(d.module, (i, d, names)) for i, d, names in self.ddps()]
         covered = {id(p) for m, _ in found for p in m.parameters()}
         if not held.keys() <= covered:
             found += [(m, None) for m in _top_modules(self._torch, held.keys() - covered, [m for m, _ in found])]
@@ -159,8 +159,9 @@ class Catalogue:
         dist = torchprivate.distributed(self._torch)
         if ddp is None:
             alone = dist is None or dist.get_world_size() == 1
-            every = "" if alone or not torchprivate.only_default_group(self._torch) else range(dist.get_world_size())
-            return "plain", _ranks(every)
+            if alone or not torchprivate.only_default_group(self._torch):
+                return "plain", ""
+            return "plain", _ranks(range(dist.get_world_size()))
         _, wrapper, known = ddp
         peers = _ranks(dist.get_process_group_ranks(wrapper.process_group)) if dist is not None else ""
         if name in getattr(wrapper, "parameters_to_ignore", ()):

@@ -39,7 +39,7 @@ def digest_words(words: Any) -> int:
         whole = rows * COLUMNS
         total = int(numpy.dot(numpy.add.reduce(words[:whole].reshape(rows, COLUMNS), axis=0), w))
         total += int(numpy.dot(words[whole:], w[: size - whole]))
-    return ((total + size) + _SIGN) % (1 << 64) - _SIGN
+    return int(((total + size) + _SIGN) % (1 << 64) - _SIGN)
 
 
 def digest_cpu(tensor: Any) -> int:

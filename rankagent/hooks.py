@@ -178,7 +178,7 @@ class Hooks:
 
     def _with_gradients(self, closure: Any, optimizer: Any, number: int) -> Any:
         """A closure computes the gradients inside step(): look at them when its first call returns."""
-        seen = []
+        seen: list[bool] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = closure(*args, **kwargs)

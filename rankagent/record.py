@@ -82,9 +82,9 @@ class Recorder:
         contract.make_private(folder)
         self._start_ns = time.time_ns()
         self._state = _map_file(os.path.join(self.folder, "state"), STATE_BYTES)
-        self._map: mmap.mmap | None = None
+        self._map = self._state  # until the first row asks for a segment
+        self._size = 0
         self._at = self._segment = self._seq = self._dropped = self._wait = self._disabled = 0
-        self._size = segment_bytes
         self._described: set[int] = set()
         self._layouts: dict[str, _Layout] = {}
         self.update_state(0, 0)
@@ -99,14 +99,15 @@ class Recorder:
                 raise ValueError(f"table {table.name} has {len(layout.kinds)} variable columns, got {len(variable)}")
             length = layout.payload_bytes + len(tail)
             end = self._at + _FRAME.size + length
-            if self._map is None or layout.number not in self._described or end + _FRAME.size > self._size:
+            if layout.number not in self._described or end + _FRAME.size > self._size:
                 if not self._make_room(layout, length):
                     self._dropped += 1
                     self._seq += 1  # the gap is the reader's proof of the loss
                     return False
                 end = self._at + _FRAME.size + length
             at, target = self._at, self._map
-            layout.packer.pack_into(target, at, 0, length, layout.number, 0, self._seq, self.rank if rank is None else rank,
+            layout.packer.pack_into(target, at, 0, length, layout.number, 0, self._seq,
+                                    self.rank if rank is None else rank,
                                     self.attempt, step, time.time_ns(), *fixed)  # fmt: skip
             if tail:
                 target[end - len(tail) : end] = tail
@@ -120,11 +121,8 @@ class Recorder:
 
     def update_state(self, step: int, heartbeat_ns: int, closed: int = 0, phase_since_ns: int = 0) -> None:
         """Refresh the state page: 0.6 us, once a step."""
-        try:
-            _STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
-                             step, heartbeat_ns, self._seq, self._dropped, self._disabled, phase_since_ns, closed)  # fmt: skip
-        except ValueError:  # the map was closed: the process is ending
-            pass
+        _STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
+                         step, heartbeat_ns, self._seq, self._dropped, self._disabled, phase_since_ns, closed)  # fmt: skip
 
     def disable(self) -> None:
         """Count one probe that switched itself off; the reader then knows that the recording is incomplete."""
@@ -146,13 +144,12 @@ class Recorder:
     def _make_room(self, layout: _Layout, length: int) -> bool:
         """Room for the row, and for its table's description when this segment has none yet."""
         need = _padded(length) + _padded(len(layout.description)) + _FRAME.size
-        if (self._map is None or self._at + need > self._size) and not self._next_segment(need):
+        if self._at + need > self._size and not self._next_segment(need):
             return False
         if layout.number not in self._described:
             self._described.add(layout.number)
             head = _FRAME.pack(0, len(layout.description), 0, 0, 0)[4:]
             crc = _CRC.pack(zlib.crc32(layout.description, zlib.crc32(head)))
-            assert self._map is not None
             self._map[self._at : self._at + _FRAME.size + len(layout.description)] = crc + head + layout.description
             self._at += _padded(len(layout.description))
         return True
@@ -170,7 +167,7 @@ class Recorder:
             return False
         _HEADER.pack_into(fresh, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._segment,
                           self._start_ns)  # fmt: skip
-        if self._map is not None:
+        if self._map is not self._state:
             self._map.close()
         self._map, self._at, self._described = fresh, HEADER_BYTES, set()
         self._segment += 1
@@ -179,9 +176,7 @@ class Recorder:
     def close(self, step: int) -> None:
         """Mark the process as ended in order. Idempotent; rows after it are dropped."""
         self.update_state(step, time.time_ns(), closed=1)
-        if self._map is not None:
-            self._map.close()
-            self._map, self._wait = None, 1 << 60
+        self._size, self._wait = 0, 1 << 60
 
 
 def _map_file(path: str, size: int) -> mmap.mmap:
@@ -202,14 +197,14 @@ def _padded(payload_bytes: int) -> int:
 
 def _encode(value: Any, kind: str) -> bytes:
     if kind == "text":
-        raw = value.encode("utf-8", "replace")[:TEXT_LIMIT_BYTES]
-        return _VAR.pack(len(raw), 1) + raw
+        text: bytes = value.encode("utf-8", "replace")[:TEXT_LIMIT_BYTES]
+        return _VAR.pack(len(text), 1) + text
     import numpy
 
     array = numpy.asarray(value, dtype=_DTYPES[kind])
     if kind == "int64[]" and array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
         array = array.astype("<i4")  # ids and digests that fit take half the room
-    raw = array.tobytes()
+    raw: bytes = array.tobytes()
     return _VAR.pack(len(raw), array.itemsize) + raw
 
 
@@ -221,7 +216,7 @@ _DTYPES = {"int64[]": "<i8", "float64[]": "<f8", "float32[]": "<f4"}
 
 @dataclass
 class Damage:
-    """What a segment's reader met: `frames` read, `damaged` frames with a wrong checksum, `torn` when the end is cut."""
+    """What a reader met: `frames` read, `damaged` ones with a wrong checksum, `torn` when the end is cut."""
 
     frames: int = 0
     damaged: int = 0
@@ -235,7 +230,7 @@ Row = dict[str, Any]
 
 
 def read_segment(path: Path, damage: Damage | None = None) -> Iterator[tuple[Table, Row]]:
-    """Rows of one segment, in order. Skips what is damaged and says so in `damage`; raises TdbgError for a foreign file.
+    """Rows of one segment, in order. Skips what is damaged and notes it; raises TdbgError for a foreign file.
 
     Memory: one segment. A frame whose checksum fails is passed over when its length is believable, else reading ends.
     """

@@ -74,7 +74,7 @@ class Table:
 
 @lru_cache(maxsize=1)
 def known_tables() -> dict[str, Table]:
-    """Every table this version writes, by name. Imports the probes' modules, none of which imports torch at that time."""
+    """Every table this version writes, by name. Imports the probes' modules; none of them imports torch then."""
     from . import nodetables, probes
 
     found = {t.name: t for t in nodetables.TABLES}

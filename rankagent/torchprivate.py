@@ -30,7 +30,7 @@ def is_shard(tensor: Any) -> bool:
 def readable(tensor: Any) -> bool:
     """Whether the tensor's memory is there. FSDP and offloading free it under living tensors: to read those crashes."""
     storage_bytes: int = tensor.untyped_storage().nbytes()
-    return storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size()
+    return bool(storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size())
 
 
 def distributed(torch: Any) -> Any:

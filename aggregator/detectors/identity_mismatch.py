@@ -77,7 +77,9 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         yield _finding(odd, sorted(members, key=_weight))
     seen = min((r.seen for r in rows), default=0)
     if seen < run.world_size:
-        yield Abstention("INSUFFICIENT_EVIDENCE", f"{seen} of {run.world_size} ranks said what they run on at the start")
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE", f"{seen} of {run.world_size} ranks said what they run on at the start"
+        )
 
 
 def _differing(row: Row, run: RunFacts) -> Mapping[int, str]:

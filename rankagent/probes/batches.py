@@ -106,7 +106,7 @@ def install(emit: Emit) -> Undo:
     passes: dict[int, int] = {}
 
     def indices(iterator: Any) -> Indices:
-        found = iterator.__dict__.get("_tdbg_indices")
+        found: Indices | None = iterator.__dict__.get("_tdbg_indices")
         if found is None:
             found = iterator.__dict__["_tdbg_indices"] = Indices()
         return found

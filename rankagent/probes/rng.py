@@ -52,7 +52,7 @@ def install(emit: Emit) -> Undo:
     unseeded = emit.agent.torch.default_generator.initial_seed()  # torch draws it at import, anew in each process
     inside: list[bool] = []
 
-    numpy_random = sys.modules.get("numpy.random")
+    numpy_random: Any = sys.modules.get("numpy.random")
 
     def seeded(library: str, call: str, seed: Any) -> None:
         last[library] = "" if seed is None else str(seed)[:200]
@@ -92,10 +92,10 @@ def install(emit: Emit) -> Undo:
         """Digest of numpy's global stream: straight from its memory, as get_state() takes 24 us."""
         generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
         if type(generator).__name__ == "MT19937":
-            if generator is not address[0]:
-                address[:] = [generator, generator.ctypes.state_address]  # type: ignore[union-attr]
+            if generator is not None and generator is not address[0]:
+                address[:] = [generator, generator.ctypes.state_address]
             return zlib.crc32(ctypes.string_at(address[1], MT19937_BYTES))
-        return zlib.crc32(repr(numpy_random.get_state(legacy=False)).encode())  # type: ignore[union-attr]
+        return zlib.crc32(repr(numpy_random.get_state(legacy=False)).encode())
 
     first = [True]
     address: list[Any] = [None, 0]

@@ -138,6 +138,12 @@ def test_a_rank_is_set_apart_by_its_incidents_its_lag_or_its_memory() -> None:
     assert apart == ["", "A", "", "10 steps behind, memory 3.0x the median", "recorded nothing"]
 
 
+def test_a_lag_that_may_be_the_reading_itself_sets_no_rank_apart() -> None:
+    rows = [*_rows(2), replace(_rows(3)[2], steps=40)]  # 10 steps of 10 ms
+    assert [r.apart for r in what_sets_apart(rows, (), reading_ns=10**9)] == ["", "", ""]
+    assert [r.apart for r in what_sets_apart(rows, (), reading_ns=10**8)] == ["", "", "10 steps behind"]
+
+
 def test_notes_set_no_rank_apart() -> None:
     note = Incident("A-1", "A", replace(FINDING, severity="note"))
     assert [r.apart for r in what_sets_apart(_rows(2), [note])] == ["", ""]

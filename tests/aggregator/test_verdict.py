@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from kit.plants import healthy
+from kit.rows import Rows
 from kit.runs import parts, record_dirs, write_run
 from tdbg.aggregator import detector
 from tdbg.aggregator.codes import CODES
@@ -170,10 +171,20 @@ def test_an_added_rule_is_asked_without_any_other_change(templates: Path, extra_
 def test_clear_over_a_gap_and_a_hypothesis_are_insufficient_evidence() -> None:
     clear, guess = RuleVerdict("A", "CLEAR", "checked"), RuleVerdict("B", "INCIDENT", "maybe")
     ruling = Ruling((clear, guess), (("B", Finding((0,), 1, "maybe", "warning", "HYPOTHESIS")),))
-    found = list(sober(ruling, [Gap("step", "rank 2 is missing")]))
+    found = list(sober(ruling, [Gap("step", "rank 2 is missing")], {}))
     assert [v.outcome for v in found] == ["INSUFFICIENT_EVIDENCE", "INSUFFICIENT_EVIDENCE"]
     assert "rank 2 is missing" in found[0].why
-    assert [v.outcome for v in sober(Ruling((clear,), ()), [])] == ["CLEAR"]
+    assert [v.outcome for v in sober(Ruling((clear,), ()), [], {})] == ["CLEAR"]
+
+
+def test_an_empty_table_whose_probe_was_unavailable_says_why(tmp_path: Path) -> None:
+    rows = Rows().add("step", rank=0, pid=100, step=1)
+    rows.add("probe", rank=0, pid=100, name="optimizer", state="unavailable", reason="torch lacks a hook")
+    v = _judge(write_run(tmp_path, rows))
+    verdict = next(r for r in v.verdicts if r.reason_code == "HPARAM_DESYNC")
+    assert verdict.outcome == "INSUFFICIENT_EVIDENCE"
+    assert verdict.why.endswith("; probe optimizer was unavailable: torch lacks a hook")
+    assert not [w for w in v.data_quality.warnings if "optimizer" in w]
 
 
 def test_the_tables_that_a_rule_reads_through_a_view_are_known() -> None:

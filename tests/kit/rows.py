@@ -1,4 +1,4 @@
-"""Tables from rows: an in-memory run for detector tests, with every table, every view and only the rows a test gives."""
+"""Tables from rows: an in-memory run for detector tests, with every table and view and only the rows a test gives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ DUCKDB = {
     "bool": "BOOLEAN", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "text": "VARCHAR",
     "int64[]": "BIGINT[]", "float64[]": "DOUBLE[]", "float32[]": "FLOAT[]",
 }  # fmt: skip
-EMPTY = {"bool": False, "int32": 0, "int64": 0, "float64": 0.0, "text": "", "int64[]": [], "float64[]": [], "float32[]": []}
+EMPTY = {
+    "bool": False, "int32": 0, "int64": 0, "float64": 0.0, "text": "", "int64[]": [], "float64[]": [], "float32[]": [],
+}  # fmt: skip
 
 
 class Rows:
-    """`Rows().add("step", rank=0, step=1)`; columns that a row leaves out are 0, false or empty. seq counts up by itself."""
+    """`Rows().add("step", rank=0, step=1)`; columns that a row leaves out are 0, false or empty, seq counts up."""
 
     def __init__(self) -> None:
         self.connection = duckdb.connect()
@@ -42,10 +44,11 @@ class Rows:
 
     def judge(self, module: Any, **facts: Any) -> tuple[dict[str, str], list[tuple[str, Finding]]]:
         """(outcome by code, findings with their codes) of one detector over these rows."""
-        facts.setdefault("world_size", 1 + max((r[0] for r in self.connection.execute(
-            "SELECT rank FROM step UNION SELECT rank FROM identity UNION SELECT rank FROM batch").fetchall()), default=0))  # fmt: skip
+        ranks = "SELECT rank FROM step UNION SELECT rank FROM identity UNION SELECT rank FROM batch"
+        seen = [r[0] for r in self.connection.execute(ranks).fetchall()]
+        facts.setdefault("world_size", 1 + max(seen, default=0))
         ruling = detector.run(module, self.connection, RunFacts(**facts))
         return {v.reason_code: v.outcome for v in ruling.verdicts}, list(ruling.findings)
 
 
-__all__ = ["Abstention", "Finding", "RunFacts", "Rows"]
+__all__ = ["Abstention", "Finding", "Rows", "RunFacts"]

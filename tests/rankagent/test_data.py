@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kit.agent import record, running
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -17,6 +16,8 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
+
+from kit.agent import record, running
 
 
 class Numbers(Dataset):
@@ -116,7 +117,11 @@ def test_ids_are_positions_in_the_root_data_set_and_levels_say_how(tmp_path):
     assert [r["ids"] for r in rows["batch"][:-1]] == [[4, 6], [8, 10]]
     loader = rows["loader"][0]
     assert (loader["dataset_class"], loader["dataset_length"]) == ("ConcatDataset", 20)
-    assert [lv[:2] for lv in __import__("json").loads(loader["levels"])] == [["ConcatDataset", 20], ["Subset", 16], ["Subset", 4]]
+    assert [lv[:2] for lv in __import__("json").loads(loader["levels"])] == [
+        ["ConcatDataset", 20],
+        ["Subset", 16],
+        ["Subset", 4],
+    ]
 
 
 def test_a_random_split_has_one_digest_for_one_seed(tmp_path):
@@ -139,7 +144,13 @@ def test_the_distributed_samplers_settings_and_epochs_are_recorded(tmp_path):
     events = [(r["event"], r["epoch"]) for r in rows["sampler"]]
     assert events == [("init", 0), ("set_epoch", 0), ("iter", 0), ("set_epoch", 1), ("iter", 1)]
     first = rows["sampler"][0]
-    assert (first["num_replicas"], first["replica"], first["seed"], first["length"], first["dataset_length"]) == (2, 1, 5, 19, 37)
+    assert (first["num_replicas"], first["replica"], first["seed"], first["length"], first["dataset_length"]) == (
+        2,
+        1,
+        5,
+        19,
+        37,
+    )
     assert [r["sampler"] for r in rows["loader"]] == [0, 0]
 
 

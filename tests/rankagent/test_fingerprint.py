@@ -6,7 +6,16 @@ import torch
 from tdbg.rankagent import fingerprint
 from tdbg.rankagent.fingerprint import COLUMNS, digest_cpu, digest_device
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+]
 SIZES = [1, 2, 3, 7, COLUMNS, COLUMNS * 2, COLUMNS * 2 + 1, COLUMNS * 4, 50_001]
 
 

@@ -80,14 +80,22 @@ def test_a_patch_replaced_by_somebody_else_is_not_undone():
 
 
 def test_the_first_process_with_a_rank_claims_it_and_its_children_do_not():
-    environment = {"TDBG_RUN": "/run", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    environment = {
+        "TDBG_RUN": "/run",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+    }
     role = identity.claim(environment, 100)
     assert (role.rank, role.world_size, role.local_rank, role.attempt) == (3, 8, 1, 2)
     assert identity.claim(environment, 101) is None
     assert identity.claim(environment, 100) == role
 
 
-@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"TDBG_RUN": "/run"}, {"TDBG_RUN": "/r", "RANK": "0", "TDBG_OFF": "1"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"RANK": "0"}, {"TDBG_RUN": "/run"}, {"TDBG_RUN": "/r", "RANK": "0", "TDBG_OFF": "1"}]
+)
 def test_a_process_without_run_or_rank_claims_nothing(environment):
     assert identity.claim(environment, 1) is None
 
@@ -215,7 +223,7 @@ class FakeDevice:
         def tolist(self):
             return self.values
 
-    class cuda:  # noqa: N801
+    class cuda:
         pass
 
     def __init__(self):

@@ -9,9 +9,9 @@ import threading
 import numpy
 import pytest
 import torch
-from kit.agent import record, running
 from torch import nn
 
+from kit.agent import record, running
 from tdbg.rankagent import probes
 from tdbg.rankagent.agent import Emit
 
@@ -157,7 +157,12 @@ def test_seeds_and_streams_are_recorded(tmp_path):
     assert all("test_probes.py" in r["where"] for r in rows["seed"])
     assert [r["step"] for r in rows["rng"]] == [0, 1, 2]
     start = rows["rng"][0]
-    assert (start["torch_seed"], start["torch_seeded"], start["numpy_seed"], start["python_seed"]) == (13, True, "12", "11")
+    assert (start["torch_seed"], start["torch_seeded"], start["numpy_seed"], start["python_seed"]) == (
+        13,
+        True,
+        "12",
+        "11",
+    )
     assert len({r["torch_digest"] for r in rows["rng"]}) == 2  # randn of step 2 moved it; step 1 drew before row 0
 
 
@@ -197,7 +202,9 @@ def test_flags_set_before_the_first_step_are_seen(tmp_path):
 
 def test_clipping_is_recorded_as_it_was_asked_for(tmp_path):
     rows = record(tmp_path, train)["clip"]
-    assert [(r["step"], r["max_norm"], r["norm_type"], r["calls"]) for r in rows] == [(k, 1.0, 2.0, 1) for k in (1, 2, 3)]
+    assert [(r["step"], r["max_norm"], r["norm_type"], r["calls"]) for r in rows] == [
+        (k, 1.0, 2.0, 1) for k in (1, 2, 3)
+    ]
 
 
 def test_memory_and_phases_have_a_row_a_step(tmp_path):

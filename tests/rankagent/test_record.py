@@ -1,6 +1,7 @@
 """The record format: what is written is read, whatever happens to the process, the file or the disk."""
 
 import errno
+import itertools
 import os
 import struct
 import subprocess
@@ -130,7 +131,7 @@ def test_a_truncated_segment_gives_what_is_whole(tmp_path, cut):
 def test_a_foreign_file_and_a_newer_format_are_refused_by_name(tmp_path):
     foreign = tmp_path / "00000.rec"
     foreign.write_bytes(b"PAR1" + bytes(200))
-    with pytest.raises(TdbgError, match="00000.rec is not a tdbg record"):
+    with pytest.raises(TdbgError, match=r"00000\.rec is not a tdbg record"):
         list(read_segment(foreign))
     r = Recorder(tmp_path / "p", 0, 0)
     write(r, 1)
@@ -160,7 +161,7 @@ def test_a_full_disk_drops_rows_counts_them_and_recovers(tmp_path, monkeypatch):
     assert later[-1]
     back = rows(tmp_path / "p")
     assert back[-1]["n"] == 100 + record.RETRY_ROWS + 9
-    gaps = sum(b["seq"] - a["seq"] - 1 for a, b in zip(back, back[1:], strict=False))
+    gaps = sum(b["seq"] - a["seq"] - 1 for a, b in itertools.pairwise(back))
     assert gaps == r.dropped
 
 

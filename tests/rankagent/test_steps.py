@@ -4,10 +4,24 @@ import warnings
 
 import pytest
 import torch
-from kit.agent import record, running
 from torch import nn
 
-CLASSES = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor"]
+from kit.agent import record, running
+
+CLASSES = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Adafactor",
+]
 
 
 def model():

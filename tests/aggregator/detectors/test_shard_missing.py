@@ -16,20 +16,20 @@ def levels(*chain: tuple[str, int, str]) -> str:
     return json.dumps([list(level) for level in chain])
 
 
-def read(rows: Rows, rank: int, ids: Iterable[int], chain: str, loader: int = 0, iterator: int = 0, trains: bool = True,
+def read(rows: Rows, rank: int, ids: Iterable[int], chain: str, loader: int = 0, trains: bool = True,
          whole: bool = True, batch: int = 5, **more: Any) -> Rows:  # fmt: skip
     """One pass of a rank over a loader, whose batches feed training or not."""
     ids = list(ids)
     about = {"batch_size": batch, "sampler_class": "RandomSampler", "sampler": -1, "samples": len(ids), "levels": chain}
-    key = {"rank": rank, "loader": loader, "iterator": iterator}
+    key = {"rank": rank, "loader": loader}
     rows.add("loader", **key, **(about | more))
     count = -(-len(ids) // batch)
     for index in range(count):
-        rows.add("batch", **key, index=index, step=iterator * count + index + 1, ids=ids[index * batch : (index + 1) * batch],
-                 samples=batch, backwards=iterator * count + index if trains else 0)  # fmt: skip
+        some = ids[index * batch : (index + 1) * batch]
+        fed = index if trains else 0
+        rows.add("batch", **key, index=index, step=index + 1, ids=some, samples=len(some), backwards=fed)
     if whole:
-        rows.add("batch", **key, index=count, step=(iterator + 1) * count, backwards=(iterator + 1) * count if trains else 0,
-                 end="StopIteration")  # fmt: skip
+        rows.add("batch", **key, index=count, step=count, backwards=count if trains else 0, end="StopIteration")
     return rows
 
 

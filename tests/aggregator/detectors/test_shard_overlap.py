@@ -26,14 +26,15 @@ def train(ranks: Sequence[Passes], batch: int = 4, split: int = 0, whole: bool =
         step = 0
         for k, ids in enumerate(passes):
             about = {"sampler_class": "RandomSampler", "sampler": 0 if split else -1, "dataset_class": "Rows",
-                     "dataset_length": n, "dataset_digest": "d", "batch_size": batch, "levels": f'[["Rows", {n}, ""]]'}  # fmt: skip
+                     "dataset_length": n, "dataset_digest": "d", "batch_size": batch,
+                     "levels": f'[["Rows", {n}, ""]]'}  # fmt: skip
             rows.add("loader", rank=rank, iterator=k, **(about | loader))
             for at in range(0, len(ids), batch):
                 step += 1
                 some = list(ids[at : at + batch])
                 digests = [contents(rank, k, i) if contents else 31 * i for i in some]
-                rows.add("batch", rank=rank, iterator=k, index=at // batch, step=step, samples=len(some), digests=digests,
-                         ids=[] if loader.get("iterable") else some, backwards=step - 1)  # fmt: skip
+                rows.add("batch", rank=rank, iterator=k, index=at // batch, step=step, samples=len(some),
+                         digests=digests, ids=[] if loader.get("iterable") else some, backwards=step - 1)  # fmt: skip
             if whole:
                 rows.add("batch", rank=rank, iterator=k, index=10**6, step=step, backwards=step, end="StopIteration")
         if split:
@@ -108,12 +109,12 @@ def test_only_the_ranks_that_share_are_named() -> None:
 def test_shuffles_with_different_seeds_overlap_in_part() -> None:
     _, (f,) = judge(train([[distributed(r, 2, seed=r)] for r in range(2)], split=2), 2)
     assert (f.ranks, f.severity) in [((0, 1), "critical"), ((0, 1), "warning")]
-    assert f.first_step is not None and f.first_step > 1
+    assert (f.first_step or 0) > 1
 
 
 def test_overlap_that_begins_in_the_second_pass_starts_there() -> None:
     _, (f,) = judge(train([[distributed(r, 2), distributed(r, 2, seed=r + 5)] for r in range(2)], split=2), 2)
-    assert f.first_step is not None and f.first_step > N // 2 // 4
+    assert (f.first_step or 0) > N // 2 // 4
 
 
 def test_one_shared_sample_in_the_middle_is_found() -> None:
@@ -209,7 +210,7 @@ def test_iterable_data_that_recurs_and_is_split_is_clear() -> None:
 
 
 def test_iterable_data_that_overlaps_in_part_is_inferred() -> None:
-    _, (f,) = judge(stream([[range(0, 100)], [range(50, 150)]]), 2)
+    _, (f,) = judge(stream([[range(100)], [range(50, 150)]]), 2)
     assert (f.severity, f.evidence_state) == ("warning", "INFERRED")
 
 
