@@ -17,6 +17,9 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 # Non-finite values travel this way within a step: data, loss, gradients, parameters.
 CHAIN = ("NONFINITE_INPUT", "NONFINITE_LOSS", "NONFINITE_GRAD", "NONFINITE_PARAM")
 
+# Tensors that differ make others differ: the same ranks, while it lasts, are one event.
+SPREADING = ("PARAM_DESYNC", "BUFFER_DESYNC", "GRAD_DESYNC")
+
 EVIDENCE_LIMIT = 64  # a merged incident stays readable; how many were left out is said in its last line
 NAMED_SUBJECTS = 3  # further subjects that a summary names before it counts
 
@@ -26,7 +29,7 @@ Coded = tuple[str, Finding]
 def incidents(findings: Iterable[Coded]) -> tuple[Incident, ...]:
     """All incidents of a run. Hypotheses are none."""
     known = [(code, graded(f)) for code, f in findings if f.evidence_state != "HYPOTHESIS"]
-    linked = followers_to_notes(merged(known))
+    linked = followers_to_notes(spread(merged(known)))
     found = [Incident(incident_id(code, f), code, f) for code, f in linked]
     return tuple(sorted(found, key=_order))
 
@@ -44,6 +47,25 @@ def merged(findings: Sequence[Coded]) -> list[Coded]:
     for code, f in findings:
         groups.setdefault((code, tuple(sorted(f.ranks)), f.first_step, f.attempt), []).append(f)
     return [(str(key[0]), _one(several)) for key, several in groups.items()]
+
+
+def spread(findings: Sequence[Coded]) -> list[Coded]:
+    """A replica difference that reaches further tensors of the same ranks while it lasts stays one incident."""
+    kept: list[Coded] = []
+    for code, f in sorted(findings, key=lambda cf: -1 if cf[1].first_step is None else cf[1].first_step):
+        at = next((i for i, k in enumerate(kept) if code == k[0] and code in SPREADING and _reaches(k[1], f)), None)
+        if at is None:
+            kept.append((code, f))
+        else:
+            kept[at] = (code, _one([kept[at][1], f]))
+    return kept
+
+
+def _reaches(earlier: Finding, later: Finding) -> bool:
+    if earlier.first_step is None or later.first_step is None or earlier.attempt != later.attempt:
+        return False
+    lasts = later.first_step <= (earlier.last_step or earlier.first_step) + 1
+    return lasts and set(earlier.ranks) == set(later.ranks) and earlier.severity == later.severity
 
 
 def _one(findings: list[Finding]) -> Finding:

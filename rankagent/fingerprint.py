@@ -37,14 +37,15 @@ def digest_words(words: Any) -> int:
         total = int(numpy.dot(words, w[:size]))
     else:
         whole = rows * COLUMNS
-        total = int(numpy.dot(numpy.add.reduce(words[:whole].reshape(rows, COLUMNS), axis=0), w))
-        total += int(numpy.dot(words[whole:], w[: size - whole]))
+        total = int(numpy.dot(_ADD(words[:whole].reshape(rows, COLUMNS), 0), w))
+        if size > whole:
+            total += int(numpy.dot(words[whole:], w[: size - whole]))
     return int(((total + size) + _SIGN) % (1 << 64) - _SIGN)
 
 
 def digest_cpu(tensor: Any) -> int:
     """Fingerprint of a dense CPU tensor of any dtype. Copies it only when it is not contiguous or its size is odd."""
-    return digest_words(_words(_array(tensor)))
+    return digest_words(_words(_array(tensor).reshape(-1)))
 
 
 def digests_cpu(tensors: list[Any]) -> tuple[list[int], list[int]]:
@@ -57,16 +58,18 @@ def digests_cpu(tensors: list[Any]) -> tuple[list[int], list[int]]:
     with numpy.errstate(all="ignore"):  # the user's program may have asked numpy to warn or raise
         for at, tensor in enumerate(tensors):
             array = _array(tensor)
-            found.append(digest_words(_words(array)))
-            if array.dtype == numpy.float32 or array.dtype == numpy.float64:
-                total = numpy.add.reduce(array, axis=None)
-            elif tensor.is_floating_point():
-                total = tensor.detach().sum().item()  # half precision: numpy adds it slowly or not at all
-            else:
-                continue
-            if not math.isfinite(total):
-                odd.append(at)
+            flat = array if array.ndim == 1 else array.reshape(-1)
+            found.append(digest_words(_words(flat)))
+            if array.dtype.char in _ADDED_BY_NUMPY:
+                if not math.isfinite(_ADD(flat)):
+                    odd.append(at)
+            elif tensor.is_floating_point() and not math.isfinite(tensor.detach().sum().item()):
+                odd.append(at)  # half precision: numpy adds it slowly or not at all
     return found, odd
+
+
+_ADD = numpy.add.reduce
+_ADDED_BY_NUMPY = frozenset("fd")
 
 
 def _array(tensor: Any) -> Any:
@@ -82,12 +85,12 @@ def _array(tensor: Any) -> Any:
         return flat.view(torch.uint8 if flat.dim() else torch.int16).numpy()
 
 
-def _words(array: Any) -> Any:
-    raw = array.reshape(-1)
-    if array.nbytes % 8:
-        raw = raw.view(numpy.uint8)
-        raw = numpy.concatenate([raw, numpy.zeros(8 - raw.size % 8, numpy.uint8)])
-    return raw.view(numpy.uint64)
+def _words(flat: Any) -> Any:
+    """A 1-d array's bytes as 64-bit words, the last one filled up with zeros."""
+    if flat.nbytes % 8:
+        flat = flat.view(numpy.uint8)
+        flat = numpy.concatenate([flat, numpy.zeros(8 - flat.size % 8, numpy.uint8)])
+    return flat.view(numpy.uint64)
 
 
 def digest_device(tensor: Any, device_weights: Any) -> Any:

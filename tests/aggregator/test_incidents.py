@@ -110,3 +110,19 @@ def test_a_check_made_at_some_steps_only_may_have_begun_with_the_first() -> None
     late = _finding((0, 1), 16, last_good_step=2)
     found = _by_code(incidents([("NONFINITE_GRAD", early), ("NONFINITE_PARAM", late)]))
     assert found["NONFINITE_PARAM"].severity == "note"
+
+
+def test_a_difference_that_reaches_further_tensors_of_the_same_ranks_is_one_incident():
+    first = Finding((1,), 4, "a differs", subject="a", last_step=9)
+    later = Finding((1,), 5, "b differs", subject="b", last_step=9)
+    (one,) = incidents([("PARAM_DESYNC", first), ("PARAM_DESYNC", later)])
+    assert (one.finding.first_step, one.finding.subject) == (4, "a")
+    assert "also b" in one.finding.summary
+
+
+def test_differences_of_other_ranks_or_after_the_first_was_over_stay_apart():
+    first = Finding((1,), 4, "a differs", subject="a", last_step=9)
+    others = Finding((2,), 5, "b differs", subject="b", last_step=9)
+    after = Finding((1,), 20, "c differs", subject="c", last_step=22)
+    assert len(incidents([("PARAM_DESYNC", f) for f in (first, others, after)])) == 3
+    assert len(incidents([("HPARAM_DESYNC", f) for f in (first, Finding((1,), 5, "x", last_step=9))])) == 2

@@ -7,7 +7,8 @@ import os
 import pty
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kit.rows import Rows
 from kit.runs import write_run
 from tdbg.aggregator import watching
 from tdbg.aggregator.findings import DataQuality, Verdict
+from tdbg.aggregator.outputs import live
 from tdbg.aggregator.outputs.live import keys_of, watch
 from tdbg.aggregator.ranks import RankRow
 from tdbg.aggregator.store import Store
@@ -91,6 +93,24 @@ def test_p_stops_looking_until_it_is_pressed_again(keyboard: Callable[[], tuple[
 
     watch(look, _terminal(), typed, interval_s=0.02)
     assert len(looks) == 2
+
+
+def test_a_costly_look_is_followed_by_a_longer_pause() -> None:
+    waits: list[float] = []
+
+    def look() -> Look:
+        time.sleep(0.05)
+        return _look(1, running=len(waits) < 3)
+
+    @contextmanager
+    def listening(_: object) -> Iterator[Callable[[float], str]]:
+        yield lambda seconds: waits.append(seconds) or ""  # type: ignore[func-returns-value]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "keys_of", listening)
+        watch(look, _terminal(), io.StringIO(), interval_s=0.01)
+    assert waits[0] == 0.01
+    assert min(waits[1:]) >= 4 * 0.05
 
 
 def test_the_terminal_is_as_before_after_the_loop(keyboard: Callable[[], tuple[int, io.TextIOWrapper]]) -> None:
