@@ -132,16 +132,15 @@ class Collector:
         self._count += 1
         root = self.temporary / f"{self._count:06d}"
         kind, index, attempt, pid = key
-        rank, number = (index if kind == "rank" else -1), int(segment.stem)
-        damage, parts = Damage(), []
+        number, damage, parts = int(segment.stem), Damage(), []
         for table, rows in rows_by_table(segment, damage).values():
-            path = contract.part_path(root, table.name, rank, attempt, pid, number)
+            path = contract.part_path(root, table.name, kind, index, attempt, pid, number)
             try:
                 write_part(path, table, rows)
             except OSError as e:
                 raise NoRoom(f"can't write to the temporary folder {self.temporary}: {e.strerror or e}",
                              "free some room there, or set TMPDIR to another folder") from None  # fmt: skip
-            parts.append(Part(table.name, str(path), (kind, rank, attempt, pid), number, path.stat().st_size, True))
+            parts.append(Part(table.name, str(path), key, number, path.stat().st_size, True))
         if known and known[2]:
             shutil.rmtree(Path(known[2][0].path).parents[3], ignore_errors=True)
         self._decoded[str(segment)] = (checksum, damage, tuple(parts))
@@ -156,8 +155,8 @@ class Collector:
                 yield from self._parts_in(table.name, where)
 
     def _parts_in(self, table: str, where: Path) -> Iterator[Part]:
-        rank = _rank_of(where.name)
-        if rank is None:
+        who = contract.parse_writer(where.name)
+        if who is None:
             self._foreign.append(f"{self._name(where)} was not made by tdbg; left out")
             return
         for entry in self._entries(where):
@@ -168,8 +167,7 @@ class Collector:
                 self._foreign.append(f"{self._name(Path(entry.path))} was not made by tdbg; left out")
             elif self._inside(Path(entry.path), entry.is_symlink()):
                 attempt, pid, segment = key
-                writer = ("rank" if rank >= 0 else "node", rank, attempt, pid)
-                yield Part(table, entry.path, writer, segment, entry.stat().st_size)
+                yield Part(table, entry.path, (*who, attempt, pid), segment, entry.stat().st_size)
 
     def _folders(self, parent: Path) -> Iterator[Path]:
         if not self._inside(parent):
@@ -207,13 +205,6 @@ class Collector:
 
     def _name(self, path: Path) -> str:
         return os.path.relpath(path, self.run)
-
-
-def _rank_of(folder: str) -> int | None:
-    if folder == "node":
-        return -1
-    digits = folder.removeprefix("rank=")
-    return int(digits) if digits != folder and digits.isdecimal() else None
 
 
 def _noted(folder: Path) -> dict[int, Damage]:

@@ -33,19 +33,15 @@ SELECT f.source, f.stage, f.rank, f.attempt, f.step, t.model || ':' || t.name AS
 FROM flat f JOIN tensor t USING (rank, attempt, pid, generation, index)
 """
 
-# A pass over a loader feeds training when backward ran between most of its fetches; evaluation never does.
+# A pass over a loader feeds training when about as many backwards ran during it as it gave batches. Not "after each
+# batch": with accumulation some trainers fetch a whole window first. Evaluation runs none, or fetches without autograd.
 TRAINING_PASS: Final = """
 CREATE OR REPLACE VIEW training_pass AS
-WITH next AS (
-    SELECT rank, attempt, pid, loader, iterator, "end",
-           lead(backwards) OVER (PARTITION BY rank, attempt, pid, loader, iterator ORDER BY seq) > backwards AS fed
-    FROM batch
-)
-SELECT rank, attempt, pid, loader, iterator, count(*) FILTER (WHERE fed) AS fed_batches, count(*) AS batches,
-       bool_or("end" = 'StopIteration') AS whole
-FROM next GROUP BY ALL
-HAVING count(*) FILTER (WHERE fed) * 2 >= count(*) FILTER (WHERE "end" = '' AND fed IS NOT NULL)
-   AND count(*) FILTER (WHERE fed) > 0
+SELECT rank, attempt, pid, loader, iterator, max(backwards) - min(backwards) AS backwards,
+       count(*) FILTER (WHERE "end" = '') AS batches, bool_or("end" = 'StopIteration') AS whole
+FROM batch GROUP BY rank, attempt, pid, loader, iterator
+HAVING max(backwards) > min(backwards) AND (max(backwards) - min(backwards)) * 2 >= count(*) - 1
+   AND count(*) FILTER (WHERE grad_enabled) * 2 >= count(*)
 """
 
 TRAINING_BATCH: Final = """

@@ -100,6 +100,7 @@ class Agent:
         self.skipped = False
         self.scale: Any = None  # loss scale tensor used in the step in progress
         self.spent_ns = 0
+        self._alone = False  # the job's store was lost: each rank keeps to its own costs
         self.disabled: set[str] = set()
         self._last_boundary_ns = 0
         self._events: dict[str, list[tuple[str, Callable[..., Any], Callable[[Exception], None]]]] = {}
@@ -188,14 +189,14 @@ class Agent:
         self.phases, self.backwards, self.skipped, self.scale = {}, 0, False, None
         self.fire("step_closed", info)
         self.landing.poll()
-        self.governor.review(step, self.role.rank, *self._agreement())
+        guard.attempt(self._disagree, self.governor.review, step, self.role.rank, *self._agreement())
         self.watching = self.governor.watched(step + 1)
         self.recorder.update_state(step, time.time_ns())
         self.phase = "other"
 
     def _agreement(self) -> tuple[Any, Any]:
         """How ranks agree on the cadence: (publish, look up) in the job's store; (None, None) for a single rank."""
-        if self.role.world_size <= 1:
+        if self.role.world_size <= 1 or self._alone:
             return None, None
 
         def publish(key: str, value: str) -> None:
@@ -208,6 +209,9 @@ class Agent:
             return store.get(name).decode() if store is not None and store.check([name]) else None
 
         return publish, look_up
+
+    def _disagree(self, error: Exception) -> None:
+        self._alone = True
 
     def alarm(self) -> None:
         """Something odd was seen: full passes from now on, for some steps."""

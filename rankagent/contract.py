@@ -11,6 +11,7 @@ Everything here is standard library only: a rank reads it before torch is import
         sealed.json                           frame counts of the segments sealed so far
       records/node-00000.0.999/               the same format, written by the node's launcher
       tables/TABLE/rank=00003/part-0-12345-00000.parquet    sealed rows: attempt, pid, segment
+      tables/TABLE/node=00000/part-…           the launcher's
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ DEFAULT_WATCH_STEPS = 100
 DEFAULT_BUDGET_PERCENT = 0.5
 
 _PROCESS = re.compile(r"^(rank|node)-(\d+)\.(\d+)\.(\d+)$")
+_WRITER = re.compile(r"^(rank|node)=(\d+)$")
 _PART = re.compile(r"^part-(\d+)-(\d+)-(\d+)\.parquet$")
 
 
@@ -69,10 +71,15 @@ def parse_process_dir(name: str) -> tuple[str, int, int, int] | None:
     return (m[1], int(m[2]), int(m[3]), int(m[4])) if m else None
 
 
-def part_path(run: Path | str, table: str, rank: int, attempt: int, pid: int, segment: int) -> Path:
-    """Sealed Parquet part of one segment of one process. Node rows have rank -1 and live under `node`."""
-    where = f"rank={rank:05d}" if rank >= 0 else "node"
-    return Path(run) / "tables" / table / where / f"part-{attempt}-{pid}-{segment:05d}.parquet"
+def part_path(run: Path | str, table: str, kind: str, index: int, attempt: int, pid: int, segment: int) -> Path:
+    """Sealed Parquet part of one segment of one process; `kind` and `index` as in `process_dir`."""
+    return Path(run) / "tables" / table / f"{kind}={index:05d}" / f"part-{attempt}-{pid}-{segment:05d}.parquet"
+
+
+def parse_writer(name: str) -> tuple[str, int] | None:
+    """(kind, index) of a folder of parts, None for a foreign one."""
+    m = _WRITER.match(name)
+    return (m[1], int(m[2])) if m else None
 
 
 def parse_part(name: str) -> tuple[int, int, int] | None:

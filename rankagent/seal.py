@@ -66,8 +66,7 @@ def seal_segment(run: Path, folder: Path, segment: Path) -> Damage:
     kind, index, attempt, pid = contract.parse_process_dir(folder.name) or ("rank", -1, 0, 0)
     damage = Damage()
     for table, rows in rows_by_table(segment, damage).values():
-        where = index if kind == "rank" else -1
-        write_part(contract.part_path(run, table.name, where, attempt, pid, int(segment.stem)), table, rows)
+        write_part(contract.part_path(run, table.name, kind, index, attempt, pid, int(segment.stem)), table, rows)
     noted: dict[str, Any] = read_json(folder / "sealed.json") or {}
     noted[segment.stem] = asdict(damage)
     hidden = folder / ".sealed.json"

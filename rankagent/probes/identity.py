@@ -51,12 +51,13 @@ PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning", "pytorc
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     written: dict[str, str] = {}
+    step = [0]  # that the rows belong to
 
     def put(key: str, value: Any, rule: str) -> None:
         text = str(value)
         if written.get(key) != text:
             written[key] = text
-            emit(TABLE, (), (key, text, rule))
+            emit(TABLE, (), (key, text, rule), step=step[0])
 
     def begin() -> None:
         put("host", socket.gethostname(), "may")
@@ -93,13 +94,16 @@ def install(emit: Emit) -> Undo:
 
     def closed(info: StepInfo) -> None:
         if info.step == 1:
+            step[0] = 1
             observe()
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
         if agent.window.step <= 2 or agent.watching:
+            step[0] = agent.window.step
             put("autocast", autocast(agent.torch), "must")
 
     def close() -> None:
+        step[0] = max(agent.window.step - 1, 0)
         observe()
 
     begin()

@@ -51,7 +51,7 @@ def test_a_segment_that_still_exists_is_the_truth_and_its_parts_are_ignored(run_
     folder = record_dirs(run, 1)[0]
     segment = segments(folder)[0]
     for table, rows in rows_by_table(segment, Damage()).values():  # the launcher died before it removed the segment
-        write_part(part_path(run, table.name, 1, 0, 101, int(segment.stem)), table, rows)
+        write_part(part_path(run, table.name, "rank", 1, 0, 101, int(segment.stem)), table, rows)
     with Store(run) as store:
         assert store.rows(COUNT) == WHOLE
 
@@ -88,7 +88,7 @@ def test_a_parquet_file_of_another_program_or_table_is_left_out(run_of: Copy) ->
     run = run_of("healthy")
     foreign = parts(run, "step")[0].with_name("part-0-7-00000.parquet")
     pq.write_table(pa.table({"x": [1]}), foreign)
-    shutil.copy(parts(run, "loss")[0], part_path(run, "step", 0, 0, 8, 0))
+    shutil.copy(parts(run, "loss")[0], part_path(run, "step", "rank", 0, 0, 8, 0))
     with Store(run) as store:
         assert len(store.warnings) == 2
         assert store.rows(COUNT) == WHOLE
@@ -157,7 +157,7 @@ def test_a_table_of_a_newer_or_private_probe_gets_the_columns_it_describes(run_o
     run = run_of("healthy")
     private = Table("my_probe", (Column("heat", "float64", "K", ""), Column("who", "text", "", "")))
     common = {c.name: 0 for c in COMMON}
-    write_part(part_path(run, "my_probe", 0, 0, 100, 0), private, [{**common, "heat": 3.5, "who": "me"}])
+    write_part(part_path(run, "my_probe", "rank", 0, 0, 100, 0), private, [{**common, "heat": 3.5, "who": "me"}])
     with Store(run) as store:
         assert store.rows("SELECT heat, who FROM my_probe") == [(3.5, "me")]
 

@@ -21,6 +21,9 @@ EMPTY = {
 }  # fmt: skip
 
 
+DEFAULTS = {("batch", "grad_enabled"): True}  # a training loop's batch
+
+
 class Rows:
     """`Rows().add("step", rank=0, step=1)`; columns that a row leaves out are 0, false or empty, seq counts up."""
 
@@ -37,7 +40,8 @@ class Rows:
         unknown = set(values) - {c.name for c in columns}
         assert not unknown, f"table {table} has no column {sorted(unknown)}"
         self._seq += 1
-        row = {c.name: EMPTY[c.type] for c in columns} | {"seq": self._seq, "time_ns": self._seq * 1_000_000} | values
+        row = {c.name: EMPTY[c.type] for c in columns} | {"seq": self._seq, "time_ns": self._seq * 1_000_000}
+        row |= {column: value for (of, column), value in DEFAULTS.items() if of == table} | values
         marks = ", ".join("?" for _ in columns)
         self.connection.execute(f'INSERT INTO "{table}" VALUES ({marks})', [row[c.name] for c in columns])
         return self
