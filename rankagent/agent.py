@@ -98,6 +98,7 @@ class Agent:
         self.phases: dict[str, int] = {}
         self.phase = "other"  # where the training thread is, for a failure's row
         self.skipped = False
+        self.odd = False  # an alarm was raised in the step in progress
         self.scale: Any = None  # loss scale tensor used in the step in progress
         self.spent_ns = 0
         self._alone = False  # the job's store was lost: each rank keeps to its own costs
@@ -155,11 +156,14 @@ class Agent:
 
         self._undos.append(hooks.install(self))
         for info in sorted(pkgutil.iter_modules(probes.__path__), key=lambda i: i.name):
-            module = import_module(f"{probes.__name__}.{info.name}")
-            undo = guard.attempt(self.switch_off(info.name), module.install, Emit(self, info.name))
+            undo = guard.attempt(self.switch_off(info.name), self._load_probe, info.name)
             if undo is not None:
                 self._undos.append(undo)
                 self.recorder.write(PROBE, 0, (), (info.name, "installed", ""))
+
+    def _load_probe(self, name: str) -> Undo:
+        undo: Undo = import_module(f"{probes.__name__}.{name}").install(Emit(self, name))
+        return undo
 
     def uninstall(self) -> None:
         """Leave torch as it was found."""
@@ -186,7 +190,7 @@ class Agent:
                         step_ns, self.spent_ns, self.phases)  # fmt: skip
         self.spent_ns = 0
         self.governor.spent(watched, step_ns, info.agent_ns)
-        self.phases, self.backwards, self.skipped, self.scale = {}, 0, False, None
+        self.phases, self.backwards, self.skipped, self.odd, self.scale = {}, 0, False, False, None
         self.fire("step_closed", info)
         self.landing.poll()
         guard.attempt(self._disagree, self.governor.review, step, self.role.rank, *self._agreement())
@@ -215,6 +219,7 @@ class Agent:
 
     def alarm(self) -> None:
         """Something odd was seen: full passes from now on, for some steps."""
+        self.odd = True
         self.governor.alarm(self.window.step)
         self.watching = self.governor.watched(self.window.step)
 

@@ -16,6 +16,7 @@ from . import torchprivate
 
 ELEMENTS_PER_PASS = 32_000_000  # about 10 ms on one core; a larger model is covered in turns
 SMALL_ELEMENTS = 16_384  # 64 KiB of fp32: norms and biases, looked at in every pass
+REPLICATED = ("ddp", "late", "ignored", "hook")  # sharing of tensors in a DDP module: their memory is always there
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 # By-design not an average over all replicas at each step (torch.distributed.algorithms.ddp_comm_hooks)
 _PARTIAL_HOOKS = ("localSGD", "noop_hook")

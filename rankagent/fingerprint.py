@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy
 
+from . import torchprivate
+
 COLUMNS = 1021
+WINDOW_ELEMENTS = 2_040  # of a larger tensor: fits one row of weights, so that all windows are done in one go
 _SIGN = 1 << 63
 
 
@@ -48,24 +51,83 @@ def digest_cpu(tensor: Any) -> int:
     return digest_words(_words(_array(tensor).reshape(-1)))
 
 
-def digests_cpu(tensors: list[Any]) -> tuple[list[int], list[int]]:
-    """Fingerprints of CPU tensors, and the positions of those whose elements may not all be finite.
+def window(numel: int, step: int | None) -> tuple[int, int]:
+    """The elements of a tensor that a pass of this step looks at: all of a small one, a moving window of a large one.
 
-    The second comes from a sum while the tensor is still in the cache: a finite sum means finite elements, any other
-    needs `has_nonfinite` to decide.
+    A function of size and step alone, so that all ranks look at the same ones. `step` None: everything.
     """
-    found, odd = [], []
+    if step is None or numel <= WINDOW_ELEMENTS:
+        return 0, numel
+    start = step % -(-numel // WINDOW_ELEMENTS) * WINDOW_ELEMENTS
+    return start, min(start + WINDOW_ELEMENTS, numel)
+
+
+def windows(tensors: list[Any], step: int | None) -> list[Any]:
+    """The part of each tensor that this step looks at."""
+    if step is None:
+        return tensors
+    parts = []
+    for t in tensors:
+        numel = t.numel()
+        if numel > WINDOW_ELEMENTS:
+            start, stop = window(numel, step)
+            t = (t.detach() if t.is_contiguous() else t.detach().contiguous()).view(-1)[start:stop]
+        parts.append(t)
+    return parts
+
+
+def sweep_cpu(tensors: list[Any], step: int | None, finite: bool = False) -> tuple[list[int], list[int]]:
+    """Fingerprints of CPU tensors (of the window of this step) and, if asked, which may hold something not finite.
+
+    The second comes from a sum while the tensor is in the cache: a finite sum means finite elements, for any other
+    `has_nonfinite` decides. Small tensors are copied together and done at once: 2 us a tensor becomes 0.5.
+    """
+    found, odd = [0] * len(tensors), []
+    tensors = windows(tensors, step)
+    together, alone = _grouped(tensors)
     with numpy.errstate(all="ignore"):  # the user's program may have asked numpy to warn or raise
-        for at, tensor in enumerate(tensors):
-            array = _array(tensor)
-            flat = array if array.ndim == 1 else array.reshape(-1)
-            found.append(digest_words(_words(flat)))
-            if array.dtype.char in _ADDED_BY_NUMPY:
-                if not math.isfinite(_ADD(flat)):
-                    odd.append(at)
-            elif tensor.is_floating_point() and not math.isfinite(tensor.detach().sum().item()):
-                odd.append(at)  # half precision: numpy adds it slowly or not at all
+        for group in together:
+            array = _array(torchprivate.flatten([tensors[i] for i in group]))
+            words = array.view(numpy.uint64)
+            tile, starts, sizes = _tile(tuple(tensors[i].nbytes // 8 for i in group))
+            sums = numpy.add.reduceat(words * tile, starts) + sizes
+            for i, digest in zip(group, sums.view(numpy.int64).tolist(), strict=True):
+                found[i] = digest
+            if finite and not _finite_sum(array, tensors[group[0]]):
+                odd += group
+        for i in alone:
+            array = _array(tensors[i]).reshape(-1)
+            found[i] = digest_words(_words(array))
+            if finite and not _finite_sum(array, tensors[i]):
+                odd.append(i)
     return found, odd
+
+
+def _grouped(tensors: list[Any]) -> tuple[list[list[int]], list[int]]:
+    """Positions of tensors that fit one row of weights, by dtype, and of all others."""
+    together: dict[Any, list[int]] = {}
+    alone = []
+    for i, t in enumerate(tensors):
+        nbytes = t.nbytes
+        if 0 < nbytes <= COLUMNS * 8 and nbytes % 8 == 0:
+            together.setdefault(t.dtype, []).append(i)
+        else:
+            alone.append(i)
+    return list(together.values()), alone
+
+
+@functools.lru_cache(maxsize=64)
+def _tile(sizes: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """Weights of tensors laid end to end, where each begins, and their sizes in words."""
+    starts = numpy.concatenate([[0], numpy.cumsum(sizes)[:-1]])
+    return numpy.concatenate([weights()[:n] for n in sizes]), starts, numpy.asarray(sizes, dtype=numpy.uint64)
+
+
+def _finite_sum(array: Any, tensor: Any) -> bool:
+    if array.dtype.char in _ADDED_BY_NUMPY:
+        return math.isfinite(_ADD(array))
+    # half precision: numpy adds it slowly or not at all. Whole numbers are finite.
+    return not tensor.is_floating_point() or math.isfinite(tensor.detach().sum().item())
 
 
 _ADD = numpy.add.reduce
@@ -118,23 +180,54 @@ def device_weights(device: Any) -> Any:
     return torch.from_numpy(weights().view(numpy.int64)).to(device)
 
 
-class DeviceWeights:
-    """Fingerprints on accelerators, with the weights kept on each device that was met."""
+class DeviceSweep:
+    """`sweep_cpu`'s fingerprints on an accelerator, as a vector that nothing waits for. Keeps the weights there."""
 
     def __init__(self) -> None:
         self._weights: dict[Any, Any] = {}
+        self._tiles: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def digests(self, tensors: list[Any]) -> Any:
-        """Fingerprints as one int64 vector on the tensors' device; queued, not waited for."""
+    def digests(self, tensors: list[Any], step: int | None) -> Any:
+        """One int64 vector on the first tensor's device, in the tensors' order."""
         import torch
 
-        for t in tensors:
-            if t.device not in self._weights:
-                self._weights[t.device] = device_weights(t.device)
-        return torch.stack([digest_device(t, self._weights[t.device]) for t in tensors])
+        order: list[int] = []
+        parts = []
+        tensors = windows(tensors, step)
+        together, alone = _grouped(tensors)
+        for group in together:
+            flat = torchprivate.flatten([tensors[i].detach() for i in group])
+            tile, ends, sizes = self._tile(tuple(tensors[i].nbytes // 8 for i in group), flat.device)
+            # differences of a running sum: exact, since integers wrap around
+            running = (flat.view(torch.uint8).view(torch.int64) * tile).cumsum(0)[ends]
+            parts.append(running.diff(prepend=running.new_zeros(1)) + sizes)
+            order += group
+        for i in alone:
+            part = tensors[i].detach().reshape(-1)
+            parts.append(digest_device(part, self._on(part.device)).reshape(1))
+            order.append(i)
+        back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+        return torch.cat(parts)[back.to(parts[0].device, non_blocking=True)]
+
+    def _on(self, device: Any) -> Any:
+        if device not in self._weights:
+            self._weights[device] = device_weights(device)
+        return self._weights[device]
+
+    def _tile(self, sizes: tuple[int, ...], device: Any) -> tuple[Any, Any, Any]:
+        import torch
+
+        key = (sizes, device)
+        if key not in self._tiles:
+            tile, starts, words = _tile(sizes)
+            ends = torch.from_numpy(starts + words.astype(numpy.int64) - 1)
+            host = (torch.from_numpy(tile.view(numpy.int64)), ends, torch.from_numpy(words.astype(numpy.int64)))
+            self._tiles[key] = (host[0].to(device), host[1].to(device), host[2].to(device))
+        return self._tiles[key]
 
     def clear(self) -> None:
         self._weights.clear()
+        self._tiles.clear()
 
 
 def norms(tensors: list[Any]) -> Any:

@@ -18,6 +18,7 @@ import os
 import struct
 import time
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,8 @@ class Recorder:
     def update_state(self, step: int, heartbeat_ns: int, closed: int = 0, phase_since_ns: int = 0) -> None:
         """Refresh the state page: 0.6 us, once a step."""
         _STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
-                         step, heartbeat_ns, self._seq, self._dropped, self._disabled, phase_since_ns, closed)  # fmt: skip
+                         step, heartbeat_ns, self._seq, self._dropped, self._disabled,
+                         phase_since_ns, closed)  # fmt: skip
 
     def disable(self) -> None:
         """Count one probe that switched itself off; the reader then knows that the recording is incomplete."""
@@ -199,16 +201,20 @@ def _encode(value: Any, kind: str) -> bytes:
     if kind == "text":
         text: bytes = value.encode("utf-8", "replace")[:TEXT_LIMIT_BYTES]
         return _VAR.pack(len(text), 1) + text
-    import numpy
+    if not value:
+        return _EMPTY
+    if kind == "int64[]":
+        try:
+            raw = array("i", value).tobytes()  # ids that fit take half the room
+        except OverflowError:
+            raw = array("q", value).tobytes()
+    else:
+        raw = array("d" if kind == "float64[]" else "f", value).tobytes()
+    return _VAR.pack(len(raw), len(raw) // len(value)) + raw
 
-    array = numpy.asarray(value, dtype=_DTYPES[kind])
-    if kind == "int64[]" and array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
-        array = array.astype("<i4")  # ids and digests that fit take half the room
-    raw: bytes = array.tobytes()
-    return _VAR.pack(len(raw), array.itemsize) + raw
 
-
-_DTYPES = {"int64[]": "<i8", "float64[]": "<f8", "float32[]": "<f4"}
+_EMPTY = _VAR.pack(0, 8)
+_CODES = {"float64[]": "d", "float32[]": "f"}
 
 
 # ---------------------------------------------------------------- reading
@@ -307,11 +313,9 @@ def _decode(payload: bytes, table: Table, packer: struct.Struct) -> Row:
 
 
 def _numbers(raw: bytes, kind: str, itemsize: int) -> list[Any]:
-    import numpy
-
-    dtype = "<i4" if kind == "int64[]" and itemsize == 4 else _DTYPES[kind]
-    numbers: list[Any] = numpy.frombuffer(raw, dtype=dtype).tolist()
-    return numbers
+    numbers = array(_CODES.get(kind, "i" if itemsize == 4 else "q"))
+    numbers.frombytes(raw)  # ValueError when the bytes are no whole number of items
+    return numbers.tolist()
 
 
 def read_state(folder: Path) -> State | None:

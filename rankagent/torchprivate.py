@@ -2,8 +2,9 @@
 
 A name that is absent makes the feature "not recorded, because"; it never breaks training. Present in torch 2.4 to
 2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, GradScaler._maybe_opt_step,
-Variable._execution_engine, DTensor._local_tensor, _BaseDataLoaderIter (_next_index, _index_sampler, _dataset,
-_sampler_iter, _base_seed), _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx), distributed_c10d._world.
+Variable._execution_engine, DTensor._local_tensor, torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
+_BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
+_MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx).
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ def readable(tensor: Any) -> bool:
     """Whether the tensor's memory is there. FSDP and offloading free it under living tensors: to read those crashes."""
     storage_bytes: int = tensor.untyped_storage().nbytes()
     return bool(storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size())
+
+
+def flatten(tensors: list[Any]) -> Any:
+    """Dense tensors of one dtype and device copied end to end into a new 1-d tensor."""
+    import torch
+
+    with torch.no_grad():
+        fast = getattr(torch._C._nn, "flatten_dense_tensors", None)
+        return fast(tensors) if fast is not None else torch.cat([t.reshape(-1) for t in tensors])
 
 
 def distributed(torch: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import fingerprint, torchprivate
 from ..agent import Emit
-from ..catalogue import Entry, due
+from ..catalogue import REPLICATED, Entry, due
 from ..patch import Undo
 from ..tables import Column, Table
 
@@ -24,7 +24,7 @@ TABLE = Table("grad", (
     Column("micro", "int32", "", "backward calls of this step before this one"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
     Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured (the reduced stage, where the local one was)"),
-    Column("digest", "int64[]", "", "exact fingerprint per tensor of the reduced stage; empty at the local stage"),
+    Column("digest", "int64[]", "", "exact fingerprint per tensor of the reduced stage (above 2,040 elements: of the step's window); empty at the local stage"),
     Column("nonfinite", "int64[]", "", "catalogue indices of tensors that hold NaN or Inf"),
     Column("valid", "bool", "", "local stage: the values are this rank's alone, before the reduction"),
     Column("scale", "float64", "", "loss scale that was divided out; 1 without a scaler"),
@@ -35,7 +35,7 @@ NO_GRADIENT, UNMEASURED = -1.0, -2.0
 
 def install(emit: Emit) -> Undo:
     agent = emit.agent
-    on_device = fingerprint.DeviceWeights()
+    on_device = fingerprint.DeviceSweep()
     local_step = [0]  # last step whose local gradients were seen as this rank's alone
 
     def local() -> None:
@@ -73,7 +73,12 @@ def install(emit: Emit) -> Undo:
                 if stage == "local":
                     continue  # what stands in .grad before a sharded reduction differs by version
                 grad = torchprivate.local_shard(grad)
-            if not grad.is_sparse and grad.is_floating_point() and grad.numel() and torchprivate.readable(grad):
+            if (
+                not grad.is_sparse
+                and grad.is_floating_point()
+                and grad.numel()
+                and (entry.sharing in REPLICATED or torchprivate.readable(grad))
+            ):
                 chosen.append(at)
                 grads.append(grad)
         indices = [] if entries is agent.catalogue.params else [e.index for e in entries]
@@ -87,12 +92,12 @@ def install(emit: Emit) -> Undo:
     def read(row: Pass, normed: bool, exact: bool) -> None:
         """Start what has to be computed; the row is written when the values are on the host."""
         on_host = not any(g.is_cuda for g in row.grads)
-        digests, _ = fingerprint.digests_cpu(row.grads) if exact and on_host else ([], [])
+        digests, _ = fingerprint.sweep_cpu(row.grads, row.step) if exact and on_host else ([], [])
         wanted = [fingerprint.norms(row.grads)] if normed else []
         if row.scale is not None:
             wanted.append(row.scale.double().reshape(1))
         if exact and not on_host:
-            wanted.append(on_device.digests(row.grads))
+            wanted.append(on_device.digests(row.grads, row.step))
 
         def landed(values: list[Any]) -> None:
             norms = values.pop(0) if normed else []

@@ -24,7 +24,7 @@ TABLE = Table("input", (
     Column("positions", "int64[]", "", "rows (first dimension) of that tensor that hold some, the first 32"),
     Column("rows", "int64", "", "first dimension of the first tensor argument; -1 without"),
     Column("skipped", "int32", "", "tensors not looked at for their size"),
-), "one row per step and source")  # fmt: skip
+), "one row per watched step and source, and per step with something not finite")  # fmt: skip
 
 
 EVERY_STEP_ELEMENTS = 1 << 18  # 0.1 ms on one core; larger tensors wait for a watched step
@@ -61,17 +61,23 @@ def install(emit: Emit) -> Undo:
     def forward(module: Any, args: Any, kwargs: Any) -> None:
         look("forward", args if not kwargs else (*args, kwargs) if args else kwargs)
 
-    def write(step: int) -> None:
+    def write(step: int, watched: bool) -> None:
         for source, s in done.items():
-            emit(TABLE, (s.tensors, s.nonfinite, s.rows, s.skipped), (source, s.path, s.dtype, s.positions), step=step)
+            if watched or s.nonfinite:
+                emit(
+                    TABLE,
+                    (s.tensors, s.nonfinite, s.rows, s.skipped),
+                    (source, s.path, s.dtype, s.positions),
+                    step=step,
+                )
         done.clear()
         seen.clear()
 
     def closed(info: StepInfo) -> None:
-        write(info.step)
+        write(info.step, info.watched)
 
     def close() -> None:
-        write(agent.window.step)  # what a step that never ended was given
+        write(agent.window.step, True)  # what a step that never ended was given
 
     agent.look_at_batch = lambda data: emit.guarded(look, "batch", data)
     emit.on("forward_begin", forward)

@@ -1,7 +1,7 @@
 """Memory of the rank's own process at the end of each step.
 
 Writes    memory
-Costs     one read of /proc/self/statm (1 to 10 us) a step, getrlimit
+Costs     one read of /proc/self/statm and getrlimit, 2 us hot and 40 us cold: between watched steps every 8th step
 Blind to  loader workers (the node's launcher samples those)
 """
 
@@ -20,7 +20,9 @@ TABLE = Table("memory", (
     Column("limit_as_bytes", "int64", "B", "RLIMIT_AS; -1 for none"),
     Column("cuda_allocated_bytes", "int64", "B", "by tensors; -1 without CUDA and at steps that are not watched"),
     Column("cuda_reserved_bytes", "int64", "B", "by the caching allocator; -1 without CUDA and at steps that are not watched"),
-), "one row per step")  # fmt: skip
+), "one row per watched step, and every 8th")  # fmt: skip
+
+EVERY_STEPS = 8  # a trend needs no more
 
 
 def install(emit: Emit) -> Undo:
@@ -29,6 +31,8 @@ def install(emit: Emit) -> Undo:
     cuda = emit.agent.torch.cuda
 
     def closed(info: StepInfo) -> None:
+        if not info.watched and info.step % EVERY_STEPS:
+            return
         size, resident = os.pread(statm, 64, 0).split()[:2]
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         # is_initialized is a flag; asking the allocator before that would initialise CUDA for the user

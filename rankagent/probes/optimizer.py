@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from typing import Any
 
 from ..agent import Emit, StepInfo
@@ -37,10 +38,16 @@ TABLES = (OPTIM, CLIP)
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     last: dict[tuple[int, int], tuple[Any, ...]] = {}
+    seen: dict[tuple[int, int], list[Any]] = {}
     clips: list[tuple[float, float, Any]] = []
 
     def before_update(optimizer: Any, number: int) -> None:
         for g, group in enumerate(optimizer.param_groups):
+            raw = [v for k, v in group.items() if k != "params"]
+            before = seen.get((number, g))
+            if before is not None and len(before) == len(raw) and all(map(operator.is_, before, raw)):
+                continue  # the very same objects: nothing was set (tensors are compared by their values below)
+            seen[number, g] = raw if not any(hasattr(v, "is_cuda") for v in raw) else []
             values = (len(group["params"]), *[scalar(v) for k, v in group.items() if k != "params"])
             if last.get((number, g)) == values:
                 continue

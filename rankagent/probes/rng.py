@@ -29,7 +29,7 @@ RNG = Table("rng", (
     Column("numpy_seed", "text", "", "last seed given to numpy.random.seed; empty for none"),
     Column("python_seed", "text", "", "last seed given to random.seed; empty for none"),
     Column("cuda_seed", "int64", "", "initial_seed of the current CUDA device's generator; 0 without CUDA"),
-), "one row at the end of each watched step, step 1 included; one with step 0 before the first update")  # fmt: skip
+), "at the end of the first 4 steps and of every 4th watched one; one with step 0 before the first update")  # fmt: skip
 
 SEED = Table("seed", (
     Column("library", "text", "", "torch, torch.cuda, numpy or random"),
@@ -41,6 +41,7 @@ SEED = Table("seed", (
 TABLES = (RNG, SEED)
 
 
+FIRST_STEPS, EVERY_STEPS = 4, 4  # streams that part stay apart: after the first steps every 4th shows them
 MT19937_BYTES = 625 * 4  # 624 words of state and the position, as numpy lays them out
 SEED_CALLS_LIMIT = 1000
 
@@ -106,8 +107,9 @@ def install(emit: Emit) -> Undo:
             streams(0)
 
     def step_end() -> None:
-        if agent.watching:
-            streams(agent.window.step)
+        step = agent.window.step
+        if agent.watching and (step <= FIRST_STEPS or step % EVERY_STEPS == 0):
+            streams(step)
 
     torch = agent.torch
     undos = [

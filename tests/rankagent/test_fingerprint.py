@@ -1,5 +1,7 @@
 """Fingerprints: equal bits, equal numbers, on any device and layout; any change is seen."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,3 +93,64 @@ def test_a_norm_that_overflows_from_finite_elements_is_told_apart():
     t = torch.full((10,), 1e30)
     assert not torch.isfinite(fingerprint.norms([t]))[0]
     assert not fingerprint.has_nonfinite(t)
+
+
+MIXED = [(3,), (128,), (1021,), (1022,), (2042,), (2044,), (129, 127), (64, 64), (300, 300), (1,), (5, 7)]
+
+
+def mixed():
+    tensors = [filled(int(torch.tensor(s).prod()), torch.float32, k).view(s) for k, s in enumerate(MIXED)]
+    return [*tensors, filled(100, torch.bfloat16), filled(44, torch.int64), filled(64, torch.float64), torch.empty(0)]
+
+
+def test_a_whole_sweep_gives_each_tensor_its_own_fingerprint():
+    tensors = mixed()
+    digests, odd = fingerprint.sweep_cpu(tensors, None, finite=True)
+    assert digests == [digest_cpu(t) for t in tensors]
+    assert odd == []
+
+
+@pytest.mark.parametrize("step", [None, 1, 2, 77])
+def test_the_device_sweep_gives_the_host_numbers_in_order(step):
+    tensors = mixed()
+    assert fingerprint.DeviceSweep().digests(tensors, step).tolist() == fingerprint.sweep_cpu(tensors, step)[0]
+
+
+def test_windows_of_a_large_tensor_cover_it_and_depend_on_the_step_alone():
+    numel = 50_001
+    count = -(-numel // fingerprint.WINDOW_ELEMENTS)
+    seen = {fingerprint.window(numel, step) for step in range(1, count + 1)}
+    covered = sorted(seen)
+    assert covered[0][0] == 0
+    assert covered[-1][1] == numel
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
+    assert fingerprint.window(numel, 3) == fingerprint.window(numel, 3 + count)
+    assert fingerprint.window(2_040, 5) == (0, 2_040)
+
+
+def test_a_change_in_a_large_tensor_is_seen_when_its_window_comes():
+    a = filled(50_000, torch.float32)
+    b = a.clone()
+    b[20_000] += 1
+    differs = [s for s in range(1, 40) if fingerprint.sweep_cpu([a], s)[0] != fingerprint.sweep_cpu([b], s)[0]]
+    assert differs == [9, 34]  # element 20,000 lies in window 9 of 25
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sweep_names_tensors_that_may_not_be_finite(bad, dtype):
+    tensors = [torch.ones(40, dtype=dtype), torch.ones(5000, dtype=dtype), torch.ones(44, dtype=torch.int64)]
+    tensors[1][7] = bad
+    assert fingerprint.sweep_cpu(tensors, None, finite=True)[1] == [1]
+    tensors[0][3] = bad
+    suspects = fingerprint.sweep_cpu(tensors, None, finite=True)[1]
+    assert [i for i in sorted(suspects) if fingerprint.has_nonfinite(tensors[i])] == [0, 1]
+
+
+def test_the_sweep_is_silent_where_numpy_was_told_to_raise():
+    import numpy
+
+    with numpy.errstate(all="raise"):
+        fingerprint.sweep_cpu(
+            [torch.tensor([float("inf"), -float("inf"), 1.0, 2.0]), torch.full((5000,), 3e38)], None, True
+        )
