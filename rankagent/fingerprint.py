@@ -110,7 +110,7 @@ def _grouped(tensors: list[Any]) -> tuple[list[list[int]], list[int]]:
     for i, t in enumerate(tensors):
         nbytes = t.nbytes
         if 0 < nbytes <= COLUMNS * 8 and nbytes % 8 == 0:
-            together.setdefault(t.dtype, []).append(i)
+            together.setdefault((t.dtype, t.device), []).append(i)
         else:
             alone.append(i)
     return list(together.values()), alone
@@ -200,11 +200,13 @@ class DeviceSweep:
             tile, ends, sizes = self._tile(tuple(tensors[i].nbytes // 8 for i in group), flat.device)
             # differences of a running sum: exact, since integers wrap around
             running = (flat.view(torch.uint8).view(torch.int64) * tile).cumsum(0)[ends]
-            parts.append(running.diff(prepend=running.new_zeros(1)) + sizes)
+            digests = running.diff(prepend=running.new_zeros(1)) + sizes
+            parts.append(digests.to(tensors[0].device, non_blocking=True))
             order += group
         for i in alone:
             part = tensors[i].detach().reshape(-1)
-            parts.append(digest_device(part, self._on(part.device)).reshape(1))
+            digest = digest_device(part, self._on(part.device)).reshape(1)
+            parts.append(digest.to(tensors[0].device, non_blocking=True))
             order.append(i)
         back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
         return torch.cat(parts)[back.to(parts[0].device, non_blocking=True)]
@@ -245,7 +247,7 @@ def norms(tensors: list[Any]) -> Any:
     out: list[Any] = [None] * len(tensors)
     for places in kinds.values():
         for i, n in zip(places, torch._foreach_norm([tensors[i] for i in places]), strict=True):
-            out[i] = n.double()
+            out[i] = n.double().to(tensors[0].device, non_blocking=True)
     return torch.stack(out)
 
 

@@ -59,7 +59,10 @@ class Hooks:
 
     def _active(self) -> bool:
         agent = self.agent
-        return agent.live and not self._compiling() and threading.get_ident() == agent.thread
+        if not agent.live or self._compiling() or threading.get_ident() != agent.thread:
+            return False
+        cuda = agent.torch.cuda
+        return not (cuda.is_initialized() and cuda.is_current_stream_capturing())  # nothing goes into a user's graph
 
     def outside_dynamo(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A hook that dynamo leaves alone: once dynamo is imported, calls go through `torch._dynamo.disable`.

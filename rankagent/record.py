@@ -12,6 +12,7 @@ loses rows and counts them, where a sparse mapping would kill the process with S
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -184,13 +185,25 @@ class Recorder:
 def _map_file(path: str, size: int) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size)
+        _reserve(fd, size)
         return mmap.mmap(fd, size)
     except OSError:
         os.unlink(path)
         raise
     finally:
         os.close(fd)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Take the blocks now: a write into a hole of a full file system would kill the process, this raises OSError."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        left = size  # a file system that cannot reserve: write zeros
+        while left > 0:
+            left -= os.write(fd, bytes(min(left, 1 << 20)))
 
 
 def _padded(payload_bytes: int) -> int:

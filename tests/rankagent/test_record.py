@@ -190,3 +190,15 @@ def test_state_of_a_foreign_folder_is_none(tmp_path):
     assert read_state(tmp_path) is None
     (tmp_path / "state").write_bytes(b"x" * 500)
     assert read_state(tmp_path) is None
+
+
+def test_a_file_system_that_cannot_reserve_blocks_is_filled_with_zeros(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    r = Recorder(tmp_path / "p", 0, 0)
+    write(r, 1)
+    path = segments(tmp_path / "p")[0]
+    assert path.stat().st_blocks * 512 >= record.SEGMENT_BYTES
+    assert rows(tmp_path / "p")[0]["n"] == 1
