@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..rankagent import contract
 from ..rankagent.contract import TdbgError
-from ..rankagent.record import read_json
+from ..rankagent.readback import read_json
 
 Status = Literal["running", "finished", "failed", "killed"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..rankagent import contract
 from ..rankagent.contract import TdbgError
-from ..rankagent.record import read_json
+from ..rankagent.readback import read_json
 
 
 def store_dir(option: str | None, environment: Mapping[str, str] = os.environ) -> Path:

@@ -18,7 +18,8 @@ from typing import Any
 
 from ..rankagent import contract
 from ..rankagent.contract import TdbgError
-from ..rankagent.record import Damage, State, read_json, read_state, segments
+from ..rankagent.readback import Damage, read_json, read_state, segments
+from ..rankagent.record import State
 
 TABLE_NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
 

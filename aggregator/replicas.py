@@ -17,6 +17,9 @@ from .groups import Split, interval, listed, split, unheard, why_not_compared
 
 SHOWN = 8  # tensors, and ranks of each, that evidence lists: enough to recognise a pattern, short enough to read
 START, END, FINAL = 0, 1, 2  # the order of a step's sweeps
+# Of a larger tensor a sweep after an update looks at a window that moves with the step number (rankagent's fingerprint);
+# of parameters and buffers only in models that are larger as a whole.
+WINDOW_ELEMENTS, WHOLE_ELEMENTS = 2_040, 4_000_000
 
 
 class Row(NamedTuple):
@@ -29,6 +32,7 @@ class Row(NamedTuple):
     compared: int  # sweeps after an update that at least two ranks made
     compared_before: int  # the same for sweeps before it
     shifted: int | None  # first step from which the ranks' steps no longer correspond
+    own_settings: bool  # optimizers begin with settings that differ between ranks
     own_losses: bool  # every rank takes a loss of its own, and they are not one and the same
     attempt: int | None
     name: str | None
@@ -54,13 +58,15 @@ class Row(NamedTuple):
     last_marks: list[int]
 
 
-def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = "FALSE") -> str:
+def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = "FALSE",
+               whole: int = WHOLE_ELEMENTS) -> str:  # fmt: skip
     """The query over `sweeps` (rank, attempt, pid, generation, step, sweep, tensors, marks); all four are constants.
 
     `catalogued` picks the rows of the tensor catalogue, `fits` the sweeps at which a tensor is compared, `settled` is
-    an expression over the differing tensor `a`.
+    an expression over the differing tensor `a`, `whole` the size up to which a model's tensors are looked at whole.
     """
     sql = _PARTED.replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
+    sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
     return sql.replace("{fits}", fits).replace("{settled}", settled)
 
 
@@ -69,8 +75,13 @@ WITH swept AS ({sweeps}),
 known AS (
     SELECT rank, attempt, pid, generation, index, name, model, sharing, broadcast, optimizer, peers <> '' AS joined,
            trainable OR optimizer >= 0 AS owned, len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
-           hash(name, model, model_type, shape, dtype, sharing, broadcast, peers) AS id
-    FROM tensor WHERE {catalogued}
+           hash(name, model, model_type, shape, dtype, sharing, broadcast, peers) AS id, windows
+    FROM (
+        SELECT *, CASE WHEN kind = 'param' AND numel > {window}
+                        AND sum(numel) OVER (PARTITION BY rank, attempt, pid, generation, kind) > {whole}
+                       THEN (numel + {window} - 1) // {window} ELSE 1 END AS windows
+        FROM tensor
+    ) WHERE {catalogued}
 ),
 held AS (
     SELECT attempt, id, any_value(name) AS name, any_value(model) AS model, min(index) AS index,
@@ -91,7 +102,17 @@ steps AS (
     HAVING min(optimizers) <> max(optimizers) OR min(backwards > 0) <> max(backwards > 0)
         OR min(inferred) <> max(inferred)
 ),
-shift AS (SELECT attempt, min(step) AS step FROM steps GROUP BY attempt),
+entered AS (
+    SELECT attempt, step, row_number() OVER (PARTITION BY attempt, rank, pid ORDER BY seq) AS nth
+    FROM event WHERE kind = 'join'
+),
+shift AS (
+    SELECT attempt, min(step) AS step FROM (
+        SELECT attempt, step FROM steps
+        UNION ALL  -- ranks of which Join let some run out of data begin the next pass with unequal step numbers
+        SELECT attempt, min(step) - 1 FROM entered GROUP BY attempt, nth HAVING min(step) <> max(step)
+    ) GROUP BY attempt
+),
 row_check AS (
     SELECT attempt, step, sweep, min(h) <> max(h) AS differs
     FROM (SELECT s.rank, s.attempt, s.step, s.sweep, hash(c.digest, s.tensors, s.marks) AS h
@@ -99,7 +120,8 @@ row_check AS (
     GROUP BY ALL HAVING min(rank) <> max(rank)
 ),
 cell AS MATERIALIZED (
-    SELECT u.rank, u.attempt, u.step, u.sweep, u.step * 4 + u.sweep AS place, f.id, u.mark
+    SELECT u.rank, u.attempt, u.step, u.sweep, u.step * 4 + u.sweep AS place, f.id, u.mark,
+           CASE WHEN u.sweep = 1 AND f.windows > 1 THEN u.step % f.windows ELSE -1 END AS part  -- -1: all of it
     FROM (
         SELECT s.rank, s.attempt, s.pid, s.generation, s.step, s.sweep, unnest(s.marks) AS mark,
                unnest(CASE WHEN len(s.tensors) > 0 THEN s.tensors
@@ -112,13 +134,14 @@ cell AS MATERIALIZED (
     WHERE {fits}
 ),
 tensor_check AS (
-    SELECT attempt, id, step, place, min(mark) AS low, min(mark) <> max(mark) AS differs,
-           lag(min(mark) <> max(mark)) OVER (PARTITION BY attempt, id ORDER BY place) AS differed
-    FROM cell GROUP BY attempt, id, step, place HAVING min(rank) <> max(rank)
+    SELECT attempt, id, step, place, part, min(mark) AS low, min(mark) <> max(mark) AS differs,
+           lag(min(mark) <> max(mark)) OVER (PARTITION BY attempt, id, part ORDER BY place) AS differed
+    FROM cell GROUP BY attempt, id, step, place, part HAVING min(rank) <> max(rank)
 ),
 life AS (
     SELECT attempt, id, min(place) FILTER (differs) AS first, max(place) FILTER (differs) AS last,
-           count(*) FILTER (differed AND NOT differs) AS returns, count(DISTINCT low) > 1 AS moves,
+           count(*) FILTER (differed AND NOT differs) AS returns,
+           count(DISTINCT (part, low)) > count(DISTINCT part) AS moves, arg_min(part, place) FILTER (differs) AS part,
            arg_min(differs, place) AS unlike, count(DISTINCT step) FILTER (differs) AS differing
     FROM tensor_check GROUP BY attempt, id
 ),
@@ -128,14 +151,15 @@ fellows AS (
 ),
 apart AS (
     SELECT attempt, id, first, last, any_value(returns) AS returns, any_value(differing) AS differing,
-           max(step) FILTER (NOT differs AND place < first AND step < first // 4) AS last_good,
+           nullif(max(CASE WHEN t.part = -1 AND place % 4 = 0 THEN step - 1 ELSE step END) FILTER (
+               NOT differs AND place < first AND step < first // 4 AND t.part IN (-1, l.part)), 0) AS last_good,
            count(DISTINCT step) FILTER (place >= first) AS since
-    FROM life JOIN tensor_check USING (attempt, id) WHERE first IS NOT NULL GROUP BY attempt, id, first, last
+    FROM life l JOIN tensor_check t USING (attempt, id) WHERE first IS NOT NULL GROUP BY attempt, id, first, last
 ),
 drift AS (
     SELECT DISTINCT attempt, id FROM (
         SELECT attempt, id FROM cell JOIN apart USING (attempt, id) WHERE sweep < 2
-        GROUP BY attempt, id, rank HAVING min(mark) <> max(mark))
+        GROUP BY attempt, id, rank, part HAVING min(mark) <> max(mark))
 ),
 member AS (
     SELECT attempt, id, list(rank ORDER BY rank) FILTER (place = first) AS ranks,
@@ -152,6 +176,9 @@ census AS (
            (SELECT count(*) FROM row_check WHERE sweep > 0) AS compared,
            (SELECT count(*) FROM row_check WHERE sweep = 0) AS compared_before,
            (SELECT min(step) FROM shift) AS shifted,
+           (SELECT coalesce(bool_or(differ), FALSE) FROM (
+                SELECT min((lr, settings)) <> max((lr, settings)) AS differ FROM optim WHERE step <= 1
+                GROUP BY attempt, optimizer, "group")) AS own_settings,
            (SELECT coalesce(bool_or(differ), FALSE) AND count(DISTINCT rank) >= (SELECT count(DISTINCT rank) FROM known)
             FROM (SELECT rank, min(total) OVER w <> max(total) OVER w AS differ FROM loss WHERE backwards > 0
                   WINDOW w AS (PARTITION BY attempt, step))) AS own_losses
@@ -166,6 +193,25 @@ report AS (
     LEFT JOIN fellows f ON f.attempt = a.attempt AND f.model = h.model AND h.sharing = 'plain'
 )
 SELECT * FROM census LEFT JOIN report ON TRUE ORDER BY attempt, first, model, index
+"""
+
+
+# Attempts in which models that no wrapper holds are shown to be replicas: all their trained tensors agree after an
+# update, or their gradients do before one, on ranks whose losses differ. Ranks that train on the same batches from the
+# same seed agree as well, and show nothing. The first 128 steps are enough and keep a large run's query short.
+TIED: Final = """
+SELECT DISTINCT attempt FROM (
+    SELECT attempt, step, min(h) = max(h) AS agree FROM (
+        SELECT rank, attempt, step, stage, hash(tensors, digest) AS h FROM param
+        WHERE stage = 'end' AND len(digest) > 0 AND step <= 128
+        UNION ALL
+        SELECT rank, attempt, step, stage, hash(tensors, digest) FROM grad
+        WHERE stage = 'reduced' AND len(digest) > 0 AND step <= 128)
+    GROUP BY attempt, step, stage HAVING min(rank) <> max(rank)
+) JOIN (
+    SELECT attempt, step, min(total) <> max(total) AS own FROM loss
+    WHERE backwards > 0 AND step <= 128 GROUP BY attempt, step
+) USING (attempt, step) WHERE agree AND own
 """
 
 

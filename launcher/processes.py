@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tdbg.rankagent import contract
 from tdbg.rankagent.contract import TdbgError
-from tdbg.rankagent.record import read_state, segments
+from tdbg.rankagent.readback import read_state, segments
 
 from .deaths import Deaths, Process, runs
 from .guard import describe

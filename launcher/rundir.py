@@ -18,7 +18,7 @@ from typing import Any
 
 from tdbg.rankagent import contract
 from tdbg.rankagent.contract import TdbgError
-from tdbg.rankagent.record import read_json
+from tdbg.rankagent.readback import read_json
 
 RUN_SCHEMA = "tdbg.run/1"
 NAME_CHARACTERS = 80  # of a run id: leaves room for the part names below it in any file system's 255

@@ -13,14 +13,13 @@ loses rows and counts them, where a sparse mapping would kill the process with S
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import struct
 import time
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,15 @@ from .tables import Table
 
 SEGMENT_BYTES = 1 << 20  # about 400 steps of all tables; 0.3 ms to reserve and map on ext4
 MAGIC = b"TDBGREC\0"
-_HEADER = struct.Struct("<8sIiiqIq")
+HEADER = struct.Struct("<8sIiiqIq")
 HEADER_BYTES = 64
-_FRAME = struct.Struct("<IIHHQ")
+FRAME = struct.Struct("<IIHHQ")
 _CRC = struct.Struct("<I")
-_VAR = struct.Struct("<IB")
+VAR = struct.Struct("<IB")
 TEXT_LIMIT_BYTES = 64 << 10  # longer texts are cut: a hostile exception message must not fill the disk
 RETRY_ROWS = 1024  # after a segment could not be had, this many rows are dropped before the next try
 
-_STATE = struct.Struct("<8sIiiqqqqqqqqi")
+STATE = struct.Struct("<8sIiiqqqqqqqqi")
 STATE_BYTES = 4096
 
 
@@ -100,13 +99,13 @@ class Recorder:
             if len(variable) != len(layout.kinds):
                 raise ValueError(f"table {table.name} has {len(layout.kinds)} variable columns, got {len(variable)}")
             length = layout.payload_bytes + len(tail)
-            end = self._at + _FRAME.size + length
-            if layout.number not in self._described or end + _FRAME.size > self._size:
+            end = self._at + FRAME.size + length
+            if layout.number not in self._described or end + FRAME.size > self._size:
                 if not self._make_room(layout, length):
                     self._dropped += 1
                     self._seq += 1  # the gap is the reader's proof of the loss
                     return False
-                end = self._at + _FRAME.size + length
+                end = self._at + FRAME.size + length
             at, target = self._at, self._map
             layout.packer.pack_into(target, at, 0, length, layout.number, 0, self._seq,
                                     self.rank if rank is None else rank,
@@ -115,7 +114,7 @@ class Recorder:
                 target[end - len(tail) : end] = tail
             _CRC.pack_into(target, at, zlib.crc32(target[at + 4 : end]))
             self._seq += 1
-            self._at = at + _padded(length)
+            self._at = at + padded(length)
             return True
         except (OSError, TypeError, ValueError, struct.error, MemoryError):
             self._dropped += 1
@@ -123,7 +122,7 @@ class Recorder:
 
     def update_state(self, step: int, heartbeat_ns: int, closed: int = 0, phase_since_ns: int = 0) -> None:
         """Refresh the state page: 0.6 us, once a step."""
-        _STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
+        STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
                          step, heartbeat_ns, self._seq, self._dropped, self._disabled,
                          phase_since_ns, closed)  # fmt: skip
 
@@ -140,21 +139,21 @@ class Recorder:
         row = table.packer()
         description = struct.pack("<H", number) + table.to_json().encode()
         kinds = tuple(c.type for c in table.variable)
-        layout = _Layout(number, struct.Struct(_FRAME.format + row.format[1:]), row.size, kinds, description)
+        layout = _Layout(number, struct.Struct(FRAME.format + row.format[1:]), row.size, kinds, description)
         self._layouts[table.name] = layout
         return layout
 
     def _make_room(self, layout: _Layout, length: int) -> bool:
         """Room for the row, and for its table's description when this segment has none yet."""
-        need = _padded(length) + _padded(len(layout.description)) + _FRAME.size
+        need = padded(length) + padded(len(layout.description)) + FRAME.size
         if self._at + need > self._size and not self._next_segment(need):
             return False
         if layout.number not in self._described:
             self._described.add(layout.number)
-            head = _FRAME.pack(0, len(layout.description), 0, 0, 0)[4:]
+            head = FRAME.pack(0, len(layout.description), 0, 0, 0)[4:]
             crc = _CRC.pack(zlib.crc32(layout.description, zlib.crc32(head)))
-            self._map[self._at : self._at + _FRAME.size + len(layout.description)] = crc + head + layout.description
-            self._at += _padded(len(layout.description))
+            self._map[self._at : self._at + FRAME.size + len(layout.description)] = crc + head + layout.description
+            self._at += padded(len(layout.description))
         return True
 
     def _next_segment(self, need: int) -> bool:
@@ -168,7 +167,7 @@ class Recorder:
         except (OSError, ValueError):
             self._wait = RETRY_ROWS
             return False
-        _HEADER.pack_into(fresh, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._segment,
+        HEADER.pack_into(fresh, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._segment,
                           self._start_ns)  # fmt: skip
         if self._map is not self._state:
             self._map.close()
@@ -206,14 +205,14 @@ def _reserve(fd: int, size: int) -> None:
             left -= os.write(fd, bytes(min(left, 1 << 20)))
 
 
-def _padded(payload_bytes: int) -> int:
-    return (_FRAME.size + payload_bytes + 7) & ~7
+def padded(payload_bytes: int) -> int:
+    return (FRAME.size + payload_bytes + 7) & ~7
 
 
 def _encode(value: Any, kind: str) -> bytes:
     if kind == "text":
         text: bytes = value.encode("utf-8", "replace")[:TEXT_LIMIT_BYTES]
-        return _VAR.pack(len(text), 1) + text
+        return VAR.pack(len(text), 1) + text
     if not value:
         return _EMPTY
     if kind == "int64[]":
@@ -223,135 +222,8 @@ def _encode(value: Any, kind: str) -> bytes:
             raw = array("q", value).tobytes()
     else:
         raw = array("d" if kind == "float64[]" else "f", value).tobytes()
-    return _VAR.pack(len(raw), len(raw) // len(value)) + raw
+    return VAR.pack(len(raw), len(raw) // len(value)) + raw
 
 
-_EMPTY = _VAR.pack(0, 8)
-_CODES = {"float64[]": "d", "float32[]": "f"}
-
-
-# ---------------------------------------------------------------- reading
-
-
-@dataclass
-class Damage:
-    """What a reader met: `frames` read, `damaged` ones with a wrong checksum, `torn` when the end is cut."""
-
-    frames: int = 0
-    damaged: int = 0
-    torn: bool = False
-    first_seq: int = -1
-    last_seq: int = -1
-    note: str = ""
-
-
-Row = dict[str, Any]
-
-
-def read_segment(path: Path, damage: Damage | None = None) -> Iterator[tuple[Table, Row]]:
-    """Rows of one segment, in order. Skips what is damaged and notes it; raises TdbgError for a foreign file.
-
-    Memory: one segment. A frame whose checksum fails is passed over when its length is believable, else reading ends.
-    """
-    damage = damage if damage is not None else Damage()
-    try:
-        data = Path(path).read_bytes()
-    except OSError as e:
-        raise contract.TdbgError(f"{path}: {e.strerror or e}", "is the run folder readable?") from None
-    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
-        if not data.strip(b"\0"):
-            return  # reserved, never written: the process ended between two system calls
-        raise contract.TdbgError(f"{path} is not a tdbg record file", "remove it from the run folder")
-    _, fmt, _, _, pid, _, _ = _HEADER.unpack_from(data)
-    if fmt > contract.FORMAT:
-        raise contract.TdbgError(f"{path} has record format {fmt}, this tdbg reads up to {contract.FORMAT}",
-                                 "read it with the tdbg version that wrote it, or a newer one")  # fmt: skip
-    tables: dict[int, tuple[Table, struct.Struct]] = {}
-    at = HEADER_BYTES
-    while at + _FRAME.size <= len(data):
-        crc, length, number, _, seq = _FRAME.unpack_from(data, at)
-        if crc == 0 and length == 0:
-            break
-        payload = data[at + _FRAME.size : at + _FRAME.size + length]
-        if len(payload) < length:
-            damage.torn = True
-            break
-        if zlib.crc32(payload, zlib.crc32(data[at + 4 : at + _FRAME.size])) != crc:
-            following = data[at + _padded(length) : at + _padded(length) + 4]
-            if not following.strip(b"\0"):
-                damage.torn = True  # the last frame of a killed process
-                break
-            damage.damaged += 1
-            at += _padded(length)
-            continue
-        at += _padded(length)
-        if number == 0:
-            try:
-                table = Table.from_json(payload[2:].decode())
-                tables[struct.unpack_from("<H", payload)[0]] = (table, table.packer())
-            except (ValueError, KeyError, TypeError, struct.error) as e:
-                damage.damaged += 1
-                damage.note = f"a table description can't be read: {e}"
-            continue
-        if number not in tables:
-            damage.damaged += 1
-            continue
-        try:
-            row = _decode(payload, *tables[number])
-        except (ValueError, struct.error) as e:
-            damage.damaged += 1
-            damage.note = f"a row of {tables[number][0].name} can't be read: {e}"
-            continue
-        row["seq"], row["pid"] = seq, pid
-        damage.frames += 1
-        damage.first_seq = seq if damage.first_seq < 0 else damage.first_seq
-        damage.last_seq = seq
-        yield tables[number][0], row
-
-
-def _decode(payload: bytes, table: Table, packer: struct.Struct) -> Row:
-    values = packer.unpack_from(payload)
-    row: Row = dict(zip(("rank", "attempt", "step", "time_ns"), values, strict=False))
-    row.update(zip((c.name for c in table.fixed), values[4:], strict=True))
-    at = packer.size
-    for c in table.variable:
-        length, itemsize = _VAR.unpack_from(payload, at)
-        at += _VAR.size
-        raw = payload[at : at + length]
-        if len(raw) < length:
-            raise ValueError(f"column {c.name} is cut short")
-        at += length
-        row[c.name] = raw.decode("utf-8", "replace") if c.type == "text" else _numbers(raw, c.type, itemsize)
-    return row
-
-
-def _numbers(raw: bytes, kind: str, itemsize: int) -> list[Any]:
-    numbers = array(_CODES.get(kind, "i" if itemsize == 4 else "q"))
-    numbers.frombytes(raw)  # ValueError when the bytes are no whole number of items
-    return numbers.tolist()
-
-
-def read_state(folder: Path) -> State | None:
-    """The state page of a process's folder; None when it is absent, short or foreign."""
-    try:
-        with open(folder / "state", "rb") as f:
-            raw = f.read(_STATE.size)
-        magic, fmt, rank, attempt, pid, start, step, beat, rows, dropped, disabled, since, closed = _STATE.unpack(raw)
-    except (OSError, struct.error):
-        return None
-    if magic != MAGIC or fmt > contract.FORMAT:
-        return None
-    return State(rank, attempt, pid, start, step, beat, rows, dropped, disabled, since, closed)
-
-
-def segments(folder: Path) -> list[Path]:
-    """Record segments of a process that are not sealed yet, in order."""
-    return sorted(p for p in folder.glob("*.rec") if p.stem.isdigit())
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file of the run folder; None when absent or cut in the middle."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
+_EMPTY = VAR.pack(0, 8)
+CODES = {"float64[]": "d", "float32[]": "f"}

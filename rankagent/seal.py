@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import contract
-from .record import Damage, Row, read_json, read_segment, segments
+from .readback import Damage, Row, read_json, read_segment, segments
 from .tables import COMMON, Table
 
 ARROW = {

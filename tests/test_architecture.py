@@ -21,7 +21,7 @@ from tdbg.rankagent import contract
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("launcher", "rankagent", "aggregator")
-FORMAT = {f"tdbg.rankagent.{m}" for m in ("contract", "tables", "nodetables", "record", "seal")}
+FORMAT = {f"tdbg.rankagent.{m}" for m in ("contract", "tables", "nodetables", "record", "readback", "seal")}
 # modules that are no package: the interpreter's own, and the user's
 NO_PACKAGE = {"__future__", "sitecustomize", "_frozen_importlib", "_frozen_importlib_external"}
 

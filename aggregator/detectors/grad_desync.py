@@ -29,6 +29,7 @@ SQL = replicas.parted_sql(
        LEFT JOIN (SELECT DISTINCT attempt, step FROM step WHERE skipped) s ON s.attempt = g.attempt AND s.step = g.step
        WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
     "kind = 'param' AND sharing <> 'plain'",
+    whole=0,
     settled="""coalesce((SELECT bool_and(NOT differs) FROM (
         SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
         FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p

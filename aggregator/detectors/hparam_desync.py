@@ -1,6 +1,6 @@
 """Optimizer settings or the clipping threshold differ between ranks that train one model.
 
-Reads     optim, clip, step, tensor, probe
+Reads     optim, clip, step, tensor, probe; param, grad, loss (whether unwrapped ranks train one model); event (Join)
 Says      which ranks stand apart, which setting, its values, and from which step on
 Unknown   optimizers of different class or size on the ranks; ranks that no process group joins
 Blind to  settings kept outside param_groups; schedules that have not yet led to different values
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
 from ..groups import listed, split, unheard
+from ..replicas import TIED
 
 CODE = "HPARAM_DESYNC"
 NEEDS = {"optim": 1, "step": 1}
@@ -26,7 +27,19 @@ ABSENT = "(absent)"
 # A rank's history of one parameter group is compared by one hash; only groups whose histories differ are laid out
 # step by step. A value counts at a step only for ranks that took it: ranks that stop early do not differ.
 SQL = """
-WITH taken AS (SELECT rank, attempt, max(step) AS last FROM step GROUP BY ALL),
+WITH entered AS (
+    SELECT attempt, step, row_number() OVER (PARTITION BY attempt, rank, pid ORDER BY seq) AS nth
+    FROM event WHERE kind = 'join'
+),
+shift AS (  -- ranks of which Join let some run out of data begin the next pass with unequal step numbers
+    SELECT attempt, min(step) AS step
+    FROM (SELECT attempt, min(step) AS step FROM entered GROUP BY attempt, nth HAVING min(step) <> max(step))
+    GROUP BY attempt
+),
+taken AS (
+    SELECT s.rank, s.attempt, max(s.step) AS last FROM step s LEFT JOIN shift USING (attempt)
+    WHERE shift.step IS NULL OR s.step < shift.step GROUP BY ALL
+),
 latest AS (
     SELECT rank, attempt, optimizer, "group", step, arg_max(lr, seq) AS lr, arg_max(settings, seq) AS settings,
            arg_max(class_name, seq) AS class_name, arg_max(tensors, seq) AS tensors
@@ -116,7 +129,9 @@ member AS (
 census AS (
     SELECT (SELECT count(DISTINCT rank) FROM optim) AS ranks,
            (SELECT coalesce(bool_and(sharing = 'plain' AND peers = ''), FALSE) FROM tensor) AS independent,
-           (SELECT count(*) FROM alike WHERE NOT alike) AS unlike
+           (SELECT coalesce(bool_and(sharing = 'plain'), FALSE) FROM tensor)
+               AND NOT EXISTS (FROM ({tied})) AS untied,
+           (SELECT min(step) FROM shift) AS shifted, (SELECT count(*) FROM alike WHERE NOT alike) AS unlike
 ),
 report AS (
     SELECT m.attempt, m.key, m.optimizer, m."group", m.first,
@@ -126,7 +141,7 @@ report AS (
     FROM member m GROUP BY m.attempt, m.key, m.optimizer, m."group", m.first, m.until
 )
 SELECT * FROM census LEFT JOIN report ON TRUE ORDER BY attempt, first, optimizer, "group", key = 'lr' DESC, key
-"""
+""".replace("{tied}", TIED)
 PARAMS = {"absent": ABSENT}  # how a setting that a rank does not have is written
 
 
@@ -135,6 +150,8 @@ class Row(NamedTuple):
 
     seen: int  # ranks with settings
     independent: bool  # no process group joins the ranks
+    untied: bool  # no wrapper holds the models, and nothing shows that they are replicas
+    shifted: int | None  # first step at which Join has made the ranks' step numbers unequal
     unlike: int  # points at which optimizers of one number had another class or size
     attempt: int
     key: str | None
@@ -160,12 +177,19 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         if row.key is not None:
             odd = split(dict(zip(row.ranks, row.values, strict=True)))
             together[row.attempt, row.key, row.first, odd.odd, odd.decided].append(row)
+    if together and census.untied:
+        why = "settings differ, but nothing shows that the ranks train one model: no wrapper, nothing that agrees"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+        return
     for same in together.values():
         yield _finding(same)
     if census.seen < 2:
         yield Abstention("INSUFFICIENT_EVIDENCE", f"optimizer settings of {census.seen} rank(s) only")
     if census.unlike:
         yield Abstention("INSUFFICIENT_EVIDENCE", "the ranks' optimizers differ in class or size: not compared")
+    if census.shifted is not None:
+        why = f"from step {census.shifted} on the ranks' steps do not correspond, since Join let some run out of data"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
     yield from unheard(run)
 
 

@@ -1,6 +1,6 @@
 """Parameters that replicas must share differ: the bits are compared, so one step is proof.
 
-Reads     param, tensor, step, loss
+Reads     param, tensor, step, loss, optim, event (Join)
 Says      which ranks stand apart, from which step on, which tensors, and their digests
 Unknown   no two ranks that share a tensor; steps that no longer correspond; models maybe split by hand
 Blind to  steps between two sweeps; shards and whatever DDP was told to ignore
@@ -89,6 +89,9 @@ def _unwrapped(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstent
     census, kept, unlike = rows[0], rows[0].kept, rows[0].unlike
     if not census.own_losses:
         why = "unwrapped tensors differ, but the ranks do not each have a loss of their own: one model split by hand?"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    elif census.own_settings:
+        why = "unwrapped tensors differ, and so do the ranks' settings from the start: trainings of their own?"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
     elif kept and unlike:
         # replicated norms beside weights that were never alike: tensor parallelism by hand looks like this

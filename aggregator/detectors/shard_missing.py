@@ -35,8 +35,8 @@ WITH pass AS (
 ), alone AS (
     SELECT rank, attempt FROM tensor WHERE kind = 'param' GROUP BY ALL HAVING bool_and(sharing = 'plain' AND peers = '')
 ), taken AS (
-    SELECT rank, attempt, pid, loader, iterator, count(*) AS batches, sum(len(ids)) AS samples, max(step) AS last_step,
-           min(step) AS first_step
+    SELECT rank, attempt, pid, loader, iterator, count(*) AS batches, sum(len(ids)) AS samples,
+           max(len(ids)) AS largest, max(step) AS last_step, min(step) AS first_step
     FROM training_batch GROUP BY ALL
 ), split AS (
     SELECT rank, attempt, pid, sampler, any_value(class_name) AS class_name, max(num_replicas) AS replicas,
@@ -45,7 +45,8 @@ WITH pass AS (
 ), layered AS (
     SELECT *, coalesce(TRY_CAST(TRY_CAST(levels AS JSON) AS JSON[])::VARCHAR[], []) AS chain FROM loader
 ), every_pass AS (
-    SELECT p.*, t.samples, t.last_step, t.first_step, p.whole OR (l.batches > 0 AND t.batches >= l.batches) AS over,
+    SELECT p.*, t.samples, t.largest, t.last_step, t.first_step,
+           p.whole OR (l.batches > 0 AND t.batches >= l.batches) AS over,
            l.iterable, l.replacement, l.chain, l.drop_last, l.batch_size,
            l.sampler_class = 'RandomSampler' AND l.samples >= 0 AND l.samples <
                coalesce(TRY_CAST(json_extract_string(l.chain[-1], '$[1]') AS BIGINT), 0) AS capped,
@@ -68,9 +69,9 @@ WITH pass AS (
     SELECT attempt, nth_loader, nth_pass, count(*) AS ranks, bool_and(over) AS over, bool_or(iterable) AS iterable,
            bool_or(replacement) AS replacement, bool_or(alone) AS alone, any_value(sampler_class) AS sampler_class,
            max(replicas) AS replicas, max(split_tail) AS split_tail, sum(batch_tail) AS batch_tail,
-           bool_or(drop_last) AS drop_last, max(batch_size) AS batch_size, sum(samples) AS samples,
-           bool_or(capped) AS capped, max(last_step) AS last_step, min(first_step) AS first_step,
-           list(rank ORDER BY rank) AS who
+           bool_or(drop_last) AS drop_last, max(batch_size) AS batch_size, max(largest) AS largest,
+           sum(samples) AS samples, bool_or(capped) AS capped,
+           max(last_step) AS last_step, min(first_step) AS first_step, list(rank ORDER BY rank) AS who
     FROM told GROUP BY ALL
 ), common AS (
     SELECT attempt, nth_loader, nth_pass, depth, any_value(path) AS path, any_value(entry) AS entry, count(*) AS holders
@@ -113,7 +114,7 @@ WITH pass AS (
     ) ANTI JOIN covered USING (attempt, nth_loader, nth_pass, id) GROUP BY ALL
 )
 SELECT j.attempt, j.nth_loader, j.nth_pass, j.who, j.over, j.iterable, j.replacement, j.alone, j.sampler_class,
-       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.samples, j.capped, j.first_step,
+       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.largest, j.samples, j.capped, j.first_step,
        j.last_step, j.class_name, j.length, j.consumed, j.vague, coalesce(g.ids, [])
 FROM judged j LEFT JOIN gone g USING (attempt, nth_loader, nth_pass)
 ORDER BY j.attempt, j.nth_loader, j.nth_pass
@@ -134,7 +135,8 @@ class Row(NamedTuple):
     split_tail: int  # samples that its drop_last leaves out
     batch_tail: int  # samples that the loaders' drop_last leaves out, all ranks together
     drop_last: bool
-    batch_size: int
+    batch_size: int  # -1 where a sampler of batches decides
+    largest: int  # samples in a batch
     samples: int
     capped: bool  # a RandomSampler was told how many samples to draw
     first_step: int
@@ -188,6 +190,8 @@ def _missing(row: Row) -> int:
     dropped = row.batch_tail
     if row.drop_last and row.batch_size > 0:  # a sampler of batches deals whole rounds of batches to the ranks
         dropped = max(dropped, row.length % (len(row.ranks) * row.batch_size))
+    if row.batch_size <= 0:  # a batch sampler of the user's: what does not fill a round of one batch per rank
+        dropped = max(dropped, (len(row.ranks) - 1) * row.largest)
     # a split by hand into len // R each leaves fewer than R over
     allowed = max(row.split_tail, 0 if row.replicas > 1 else len(row.ranks) - 1) + dropped
     missing = row.length - row.consumed

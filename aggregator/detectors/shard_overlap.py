@@ -1,6 +1,6 @@
 """Samples that more than one rank consumes in one pass, although the ranks train one model on one data set.
 
-Reads     loader, batch (training passes), sampler, tensor (which ranks are replicas), input (sliced batches)
+Reads     loader, batch (training passes), sampler, tensor and param (which ranks are replicas), input (sliced batches)
 Says      the ranks, how many of their samples others consume too, the step of the first repeat
 Unknown   ranks whose relation or whose data set can't be told; random augmentation of data without ids
 Blind to  samples drawn with replacement; what lies beyond the first 1/R of a pass on each of R ranks
@@ -29,13 +29,18 @@ PARAMS = {
 # whatever it pads at the end (DistributedSampler) or wraps around to (endless samplers). `key` is the id, or the digest
 # of a sample that has no id. Ranks are compared with those that train the same model: `peers`, by `relation`.
 SQL = """
-WITH relation AS (
+WITH agreed AS (  -- unwrapped models whose weights agree after one of the first updates: replicas, reduced by hand
+    SELECT DISTINCT attempt FROM (
+        SELECT attempt FROM param WHERE stage = 'end' AND len(digest) > 0 AND step <= 128 GROUP BY attempt, step
+        HAVING min(rank) <> max(rank) AND min(hash(tensors, digest)) = max(hash(tensors, digest)))
+), relation AS (
     SELECT rank, attempt,
            CASE WHEN bool_or(sharing IN ('ddp', 'late', 'hook') AND peers <> '') THEN 'replicas'
                 WHEN bool_or(sharing = 'sharded') THEN
                      CASE WHEN bool_or(regexp_matches(model_type, '^(FSDP|FullyShardedDataParallel)')) THEN 'fsdp'
                           ELSE 'sharded' END
-                WHEN bool_or(peers <> '') THEN 'plain' ELSE 'unknown' END AS relation,
+                WHEN bool_or(peers <> '' AND attempt IN (SELECT attempt FROM agreed)) THEN 'plain'
+                WHEN bool_or(peers <> '') THEN 'apart' ELSE 'unknown' END AS relation,
            coalesce(max(peers) FILTER (sharing IN ('ddp', 'late', 'hook')), '') AS ddp_peers,
            hash(list(DISTINCT (name, shape)).list_sort()) AS signature
     FROM tensor WHERE kind = 'param' GROUP BY ALL
@@ -55,7 +60,8 @@ WITH relation AS (
                     l.dataset_length) AS dealt, l.batch_size, l.replacement,
            coalesce(s.class_name, l.sampler_class) AS sampler_class, coalesce(s.replicas, 0) AS replicas,
            coalesce(r.relation, 'replicas') AS relation,
-           CASE r.relation WHEN 'replicas' THEN r.ddp_peers WHEN 'plain' THEN r.signature::VARCHAR ELSE '' END AS peers
+           CASE r.relation WHEN 'replicas' THEN r.ddp_peers WHEN 'plain' THEN r.signature::VARCHAR
+                WHEN 'apart' THEN r.signature::VARCHAR ELSE '' END AS peers
     FROM pass p JOIN loader l USING (rank, attempt, pid, loader, iterator)
     LEFT JOIN split s ON s.rank = l.rank AND s.attempt = l.attempt AND s.pid = l.pid AND s.sampler = l.sampler
     LEFT JOIN relation r ON r.rank = p.rank AND r.attempt = p.attempt
@@ -147,7 +153,7 @@ class Row(NamedTuple):
     cohort: str  # ranks that train one model and read data of one class and length in this pass
     rank: int
     members: int
-    relation: str  # replicas, fsdp, sharded, plain or unknown
+    relation: str  # replicas, fsdp, sharded, plain (replicas without a wrapper), apart (weights differ) or unknown
     iterable: bool
     length: int
     digest: str
@@ -199,6 +205,8 @@ def _judge(rows: Sequence[Row]) -> Finding | Abstention | None:
         return Abstention("NOT_APPLICABLE", "samples are drawn with replacement or repeated on purpose")
     if first.relation == "unknown":
         return _unsure("no process group is known to join the ranks' models")
+    if first.relation == "apart":
+        return _unsure("no wrapper holds the models, and their weights never agree: parts, or trainings of their own?")
     if sum(r.used > 0 for r in rows) < 2:
         return _unsure("the batches carry neither ids nor contents that could be compared")
     if any(r.repeats > WITHIN_RATIO * r.used for r in rows):

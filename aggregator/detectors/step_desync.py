@@ -24,6 +24,7 @@ PARAMS: Mapping[str, object] = {
 }
 LEAST_STEPS = 3  # fewer could be the start or the tail of an epoch
 LEAST_SHARE = 0.5  # an accumulation window cut short at an epoch's end is in the minority
+LATE_STEPS = 8  # a fault that sets in late counts from there on, once there were more steps than any epoch's tail has
 # Within one reduction a rank can be at most one finished step ahead of a rank that died in the next one.
 STOPPED_SLACK = 2
 
@@ -135,10 +136,12 @@ def _counts(team: Sequence[Row], status: str) -> Iterator[Finding]:
         return
     odd = split({r.rank: r.last for r in team})
     expected = str(odd.shared) if odd.decided else "the same on all ranks"
+    # A rank that left out an update ran the backwards of two steps in one: there the numbers went apart.
+    begin = first.first if first.first is not None and first.unequal <= far - near else near + 1
     yield Finding(
         ranks=odd.odd,
-        first_step=near + 1,
-        last_good_step=near or None,
+        first_step=begin,
+        last_good_step=begin - 1 or None,
         last_step=far,
         attempt=first.attempt,
         subject="steps",
@@ -154,7 +157,10 @@ def _counts(team: Sequence[Row], status: str) -> Iterator[Finding]:
 
 def _backwards(team: Sequence[Row]) -> Iterator[Finding]:
     first = team[0]
-    if first.first is None or first.unequal < LEAST_STEPS or first.unequal <= LEAST_SHARE * first.common:
+    if first.first is None or first.unequal < LEAST_STEPS:
+        return
+    late = first.unequal >= LATE_STEPS and first.unequal > LEAST_SHARE * (first.common - first.first + 1)
+    if not late and first.unequal <= LEAST_SHARE * first.common:
         return
     if not all(r.steady for r in team):
         return

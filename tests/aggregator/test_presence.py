@@ -14,7 +14,8 @@ from kit.runs import parts, record_dirs, write_run
 from tdbg.aggregator.presence import Presence, presence
 from tdbg.aggregator.store import Store
 from tdbg.rankagent.contract import process_dir
-from tdbg.rankagent.record import Recorder, segments
+from tdbg.rankagent.readback import segments
+from tdbg.rankagent.record import Recorder
 
 Copy = Callable[[str], Path]
 

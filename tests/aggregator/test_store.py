@@ -15,7 +15,7 @@ import pytest
 from kit.runs import parts, record_dirs
 from tdbg.aggregator.store import Store
 from tdbg.rankagent.contract import part_path
-from tdbg.rankagent.record import Damage, segments
+from tdbg.rankagent.readback import Damage, segments
 from tdbg.rankagent.seal import rows_by_table, write_part
 from tdbg.rankagent.tables import COMMON, Column, Table, known_tables
 

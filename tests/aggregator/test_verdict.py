@@ -20,7 +20,7 @@ from tdbg.aggregator.findings import Finding, RuleVerdict, Verdict
 from tdbg.aggregator.presence import Gap
 from tdbg.aggregator.store import Store
 from tdbg.aggregator.verdict import NO_RULE, judge, sober, tables_read
-from tdbg.rankagent.record import segments
+from tdbg.rankagent.readback import segments
 
 Copy = Callable[[str], Path]
 

@@ -12,7 +12,8 @@ import torch
 from tdbg.rankagent import identity
 from tdbg.rankagent.agent import Agent
 from tdbg.rankagent.governor import Governor
-from tdbg.rankagent.record import Recorder, read_segment, segments
+from tdbg.rankagent.readback import read_segment, segments
+from tdbg.rankagent.record import Recorder
 
 Rows = dict[str, list[dict[str, Any]]]
 

@@ -102,7 +102,7 @@ def _write(run: Path, recorders: dict[Writer, Recorder], table: str, row: dict[s
 
 
 def _last_step(recorder: Recorder) -> int:
-    from tdbg.rankagent.record import read_state
+    from tdbg.rankagent.readback import read_state
 
     state = read_state(Path(recorder.folder))
     return state.step if state else 0

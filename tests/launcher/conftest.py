@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tdbg.rankagent import seal
-from tdbg.rankagent.record import Damage, segments
+from tdbg.rankagent.readback import Damage, segments
 
 
 @pytest.fixture

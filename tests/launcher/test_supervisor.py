@@ -21,7 +21,8 @@ from tdbg.launcher.sampling import Sampler
 from tdbg.launcher.supervisor import Supervisor
 from tdbg.launcher.torchelastic import Group
 from tdbg.rankagent import contract
-from tdbg.rankagent.record import Recorder, segments
+from tdbg.rankagent.readback import segments
+from tdbg.rankagent.record import Recorder
 from tdbg.rankagent.tables import Column, Table
 
 LOSS = Table("loss_like", (Column("value", "float64", "", "a number"),))
@@ -46,7 +47,7 @@ class Node:
         return json.loads((self.run / name).read_text())
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        parts = sorted((self.run / "tables" / table).glob("node/*.parquet"))
+        parts = sorted((self.run / "tables" / table).glob("node=*/*.parquet"))
         return [row for p in parts for row in pq.read_table(p).to_pylist()]
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tdbg.rankagent import record
 from tdbg.rankagent.contract import TdbgError
-from tdbg.rankagent.record import Damage, Recorder, read_segment, read_state, segments
+from tdbg.rankagent.readback import Damage, read_segment, read_state, segments
+from tdbg.rankagent.record import Recorder
 from tdbg.rankagent.tables import Column, Table
 
 TABLE = Table("t", (

@@ -5,7 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tdbg.rankagent import contract, seal
-from tdbg.rankagent.record import Recorder, segments
+from tdbg.rankagent.readback import segments
+from tdbg.rankagent.record import Recorder
 from tdbg.rankagent.tables import Column, Table, known_tables
 
 TABLE = Table("s", (Column("n", "int64", "ns", "a number"), Column("ids", "int64[]", "", "numbers")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kit.replicas import catalogue
+from kit.replicas import catalogue, losses, sweep
 from kit.rows import Rows
 from tdbg.aggregator.detectors import hparam_desync
 from tdbg.aggregator.findings import Finding
@@ -139,3 +139,34 @@ def test_a_rank_that_never_clips_is_found_unless_its_probe_could_not_look() -> N
     assert {(f.ranks, f.evidence[0].value) for f in _found(rows)} == {((2,), hparam_desync.ABSENT)}
     rows.add("probe", rank=2, name="optimizer", state="disabled", reason="a test")
     assert _found(rows, "CLEAR") == []
+
+
+def _unwrapped(own: bool = True) -> Rows:
+    rows = catalogue(_same(3, 4), 3, "a", sharing="plain")
+    _set(rows, 1, 3, 0.5)
+    return losses(rows, 3, 4, own)
+
+
+def test_unwrapped_ranks_that_share_nothing_may_have_settings_of_their_own() -> None:
+    rows = _unwrapped()
+    sweep(rows, "param", 1, {0: [1], 1: [2], 2: [3]}, "end")
+    sweep(rows, "grad", 1, {0: [4], 1: [5], 2: [6]}, "reduced")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_unwrapped_ranks_whose_gradients_agree_though_their_losses_differ_train_one_model() -> None:
+    rows = sweep(_unwrapped(), "grad", 1, {0: [4], 1: [4], 2: [4]}, "reduced")
+    assert [(f.ranks, f.first_step) for f in _found(rows)] == [((1,), 3)]
+    alike = sweep(_unwrapped(own=False), "grad", 1, {0: [4], 1: [4], 2: [4]}, "reduced")
+    assert _found(alike, "INSUFFICIENT_EVIDENCE") == []  # the same batches from the same seed agree as well
+
+
+def test_a_schedule_by_epochs_does_not_differ_when_join_has_made_the_epochs_unequal() -> None:
+    rows = _same()
+    for rank, step in enumerate((3, 4, 4)):
+        _set(rows, rank, step, 0.05)
+        rows.add("event", rank=rank, step=1, kind="join")
+    assert [(f.ranks, f.first_step) for f in _found(rows)] == [((0,), 3)]
+    for rank, step in enumerate((3, 4, 4)):
+        rows.add("event", rank=rank, step=step, kind="join")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []

@@ -180,3 +180,30 @@ def test_one_unwrapped_rank_against_a_majority_is_a_warning() -> None:
 def test_local_training_under_ddp_with_a_periodic_average_is_a_note() -> None:
     rows = _ddp(*([{0: [1, 2], 1: [3, 4], 2: [5, 6]}, SAME] * 2))
     assert {f.severity for f in _found(rows)} == {"note"}
+
+
+def _entered(rows: Rows, *steps: int) -> Rows:
+    for rank, step in enumerate(steps):
+        rows.add("event", rank=rank, step=step, kind="join")
+    return rows
+
+
+def test_passes_under_join_after_which_the_ranks_have_unequal_step_numbers_are_not_compared() -> None:
+    uneven = [SAME, SAME, {0: [3, 4], 1: [5, 6], 2: [5, 6]}, {0: [5, 6], 1: [7, 8], 2: [7, 8]}]
+    joined = _entered(_ddp(*uneven), 1, 1, 1)
+    assert [f.first_step for f in _found(joined)] == [3]
+    assert _found(_entered(joined, 3, 4, 4), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_a_rank_that_differs_before_the_second_pass_under_join_is_found() -> None:
+    rows = _entered(_entered(_ddp(SAME, {0: [1, 2], 1: [1, 2], 2: [1, 3]}, SAME), 1, 1, 1), 3, 4, 4)
+    assert [(f.ranks, f.first_step) for f in _found(rows)] == [((2,), 2)]
+
+
+def test_unwrapped_copies_that_begin_with_settings_of_their_own_may_be_trainings_of_their_own() -> None:
+    rows = _plain(*APART)
+    for rank, lr in enumerate((0.1, 0.01)):
+        rows.add("optim", rank=rank, step=1, lr=lr, settings="{}", tensors=2)
+    assert _found(rows, "INSUFFICIENT_EVIDENCE", world_size=2) == []
+    rows.connection.execute("UPDATE optim SET lr = 0.1")
+    assert [f.ranks for f in _found(rows, world_size=2)] == [(0, 1)]

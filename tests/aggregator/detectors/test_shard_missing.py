@@ -150,3 +150,13 @@ def test_iterable_data_and_unreadable_levels_are_no_evidence() -> None:
     rows = by_hand(range(40), range(40, 80))
     rows.connection.execute("UPDATE loader SET levels = '[[\"Rows\", 10'")
     assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_batches_that_do_not_fill_a_round_are_left_over_by_a_batch_sampler_of_the_users() -> None:
+    rows = by_hand(range(46), range(46, 92), batch=8)
+    rows.connection.execute("UPDATE loader SET batch_size = -1")
+    assert judge(rows) == ("CLEAR", [])
+    assert judge(by_hand(range(46), range(46, 92), batch=8))[0] == "INCIDENT"
+    more = by_hand(range(44), range(44, 88), batch=8)
+    more.connection.execute("UPDATE loader SET batch_size = -1")
+    assert judge(more)[0] == "INCIDENT"

@@ -167,6 +167,17 @@ def test_ranks_without_a_known_process_group_may_train_on_their_own() -> None:
     assert judge(rows, 2) == ("INSUFFICIENT_EVIDENCE", [])
 
 
+def test_unwrapped_ranks_must_show_that_they_are_replicas() -> None:
+    rows = relate(train([[shuffled(0)]] * 2), ["0,1", "0,1"], "plain")
+    for rank in range(2):
+        rows.add("param", rank=rank, step=1, stage="start", generation=1, digest=[7])
+        rows.add("param", rank=rank, step=1, stage="end", generation=1, digest=[8 + rank])
+    assert judge(rows, 2) == ("INSUFFICIENT_EVIDENCE", [])  # stages of a pipeline, parts of a layer, a search
+    for rank in range(2):
+        rows.add("param", rank=rank, step=2, stage="end", generation=1, digest=[9])
+    assert [f.ranks for f in judge(rows, 2)[1]] == [(0, 1)]
+
+
 def test_a_model_that_gets_a_slice_of_each_batch_abstains() -> None:
     rows = train([[shuffled(0)]] * 2)
     for rank in range(2):

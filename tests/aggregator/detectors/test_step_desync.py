@@ -44,6 +44,16 @@ def test_a_difference_on_few_steps_is_no_finding(steps: str) -> None:
     assert _found(_more(_rows(10, 10, 10), 1, 2, steps), "CLEAR") == []
 
 
+def test_a_difference_that_sets_in_late_and_stays_is_a_finding() -> None:
+    assert [(f.ranks, f.first_step) for f in _found(_more(_rows(40, 40, 40), 1, 2, ">= 29"))] == [((1,), 29)]
+    assert _found(_more(_rows(40, 40, 40), 1, 2, ">= 35"), "CLEAR") == []
+
+
+def test_an_update_that_one_rank_left_out_is_found_where_its_backwards_ran_on() -> None:
+    (found,) = _found(_more(_rows(10, 10, 9), 2, 2, "= 4"))
+    assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((2,), 4, 3, 10)
+
+
 def test_windows_that_vary_with_each_ranks_data_are_no_finding() -> None:
     rows = _rows(12, 12, 12)
     rows.connection.execute("UPDATE step SET backwards = 1 + (step * (rank + 1)) % 3")
