@@ -17,8 +17,8 @@ from .groups import Split, interval, listed, split, unheard, why_not_compared
 
 SHOWN = 8  # tensors, and ranks of each, that evidence lists: enough to recognise a pattern, short enough to read
 START, END, FINAL = 0, 1, 2  # the order of a step's sweeps
-# Of a larger tensor a sweep after an update looks at a window that moves with the step number (rankagent's fingerprint);
-# of parameters and buffers only in models that are larger as a whole.
+# Of a larger tensor a sweep after an update looks at a window that moves with the step number (rankagent's
+# fingerprint); of parameters only in models that are larger as a whole.
 WINDOW_ELEMENTS, WHOLE_ELEMENTS = 2_040, 4_000_000
 
 
@@ -151,7 +151,7 @@ fellows AS (
 ),
 apart AS (
     SELECT attempt, id, first, last, any_value(returns) AS returns, any_value(differing) AS differing,
-           nullif(max(CASE WHEN t.part = -1 AND place % 4 = 0 THEN step - 1 ELSE step END) FILTER (
+           nullif(max(CASE WHEN place % 4 = 0 AND first % 4 > 0 THEN step - 1 ELSE step END) FILTER (
                NOT differs AND place < first AND step < first // 4 AND t.part IN (-1, l.part)), 0) AS last_good,
            count(DISTINCT step) FILTER (place >= first) AS since
     FROM life l JOIN tensor_check t USING (attempt, id) WHERE first IS NOT NULL GROUP BY attempt, id, first, last
@@ -233,7 +233,9 @@ def partings(rows: Iterable[Row], what: str) -> Iterator[Parting]:
     together: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         odd = split(dict(zip(row.ranks, row.marks, strict=True)))
-        together[(row.attempt, row.first, row.first_sweep, row.sharing == "plain", odd.odd, odd.decided)].append(row)
+        # beyond step 1 it is one difference, whether a tensor was looked at before the update too or only after it
+        sweep = END if row.first_sweep == START and row.first > 1 else row.first_sweep
+        together[(row.attempt, row.first, sweep, row.sharing == "plain", odd.odd, odd.decided)].append(row)
     for found in together.values():
         first = found[0]
         yield Parting(what, tuple(found), split(dict(zip(first.ranks, first.marks, strict=True))))

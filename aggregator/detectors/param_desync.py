@@ -54,10 +54,10 @@ def _wrapped(parting: Parting, run: RunFacts) -> Iterator[Finding]:
     first = parting.rows[0]
     if first.first_sweep == FINAL:
         yield from _after_training(parting, run)
-    elif first.returns >= PERIODIC_RETURNS:
-        when = f", and they agree again {first.returns} times, as local training with a periodic average does"
+    elif (returns := max(r.returns for r in parting.rows)) >= PERIODIC_RETURNS:
+        when = f", and they agree again {returns} times, as local training with a periodic average does"
         yield replicas.finding(replace(parting, severity="note", when=when))
-    elif first.first_sweep == START:
+    elif first.first_sweep == START and first.first == 1:
         check = "compare what each rank loaded or drew before the first step, and whether DDP was built before or after"
         yield replicas.finding(replace(parting, when=", before the first update", next_check=check))
     else:

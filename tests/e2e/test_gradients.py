@@ -143,7 +143,8 @@ def test_the_reduced_gradient_is_the_same_on_both_ranks(passes: dict[tuple[int, 
         assert len(first) == 6
         assert first == second
     changing = {tuple(passes[0, step, "reduced"].digest.values()) for step in range(1, STEPS + 1)}
-    assert len(changing) > STEPS / 2  # fingerprints of values, not of names or places
+    # fingerprints of values: default, small buckets, static graph, plain hook and views train alike, bit for bit
+    assert len(changing) == 4 * 4
 
 
 def test_a_job_that_changes_its_wrapper_eight_times_is_healthy(ended: Ended) -> None:

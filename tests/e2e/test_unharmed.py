@@ -219,7 +219,8 @@ STARTED = (
 for module in ("launcher", "rankagent", "aggregator", "tdbg"):
     with contextlib.suppress(ImportError):
         say(module, getattr(__import__(module), "WHOSE", "nobody's"))
-say([a.replace(os.getcwd(), "here") for a in sys.argv], __name__, sys.path[0] == os.path.dirname(os.path.abspath(__file__)), os.environ.get("FROM_SITE"))
+argv = [a.replace(os.getcwd(), "here") for a in sys.argv]
+say(argv, __name__, sys.path[0] == os.path.dirname(os.path.abspath(__file__)), os.environ.get("FROM_SITE"))
 model = net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
