@@ -260,7 +260,11 @@ class Hooks:
         return __init__
 
     def before_forward(self, original: Any) -> Any:
+        compiling = self._compiling
+
         def _pre_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling():  # first and with nothing else read, so that a trace is that of the original
+                return original(ddp, *args, **kwargs)
             result = original(ddp, *args, **kwargs)
             if self._active() and self.agent.torch.is_grad_enabled():
                 self.agent.phase = "forward"
@@ -271,7 +275,11 @@ class Hooks:
         return _pre_forward
 
     def after_forward(self, original: Any) -> Any:
+        compiling = self._compiling
+
         def _post_forward(ddp: Any, output: Any) -> Any:
+            if compiling():
+                return original(ddp, output)
             if self._forward_began and self._active():
                 self.agent.add_phase("forward", now_ns() - self._forward_began)
                 self._forward_began = 0
@@ -282,9 +290,11 @@ class Hooks:
         return _post_forward
 
     def buffers_synced(self, original: Any) -> Any:
+        compiling = self._compiling
+
         def _sync_buffers(ddp: Any) -> Any:
             result = original(ddp)
-            if self._active():
+            if not compiling() and self._active():
                 self.agent.fire("buffers_synced", ddp)
             return result
 

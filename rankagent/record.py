@@ -116,7 +116,7 @@ class Recorder:
             self._seq += 1
             self._at = at + padded(length)
             return True
-        except (OSError, TypeError, ValueError, struct.error, MemoryError):
+        except (OSError, TypeError, ValueError, IndexError, struct.error, MemoryError):
             self._dropped += 1
             return False
 
@@ -160,10 +160,10 @@ class Recorder:
         if self._wait > 0:
             self._wait -= 1
             return False
-        self._size = max(self.segment_bytes, HEADER_BYTES + need + 64)
+        size = max(self.segment_bytes, HEADER_BYTES + need + 64)
         path = os.path.join(self.folder, f"{self._segment:05d}.rec")
         try:
-            fresh = _map_file(path, self._size)
+            fresh = _map_file(path, size)
         except (OSError, ValueError):
             self._wait = RETRY_ROWS
             return False
@@ -171,7 +171,7 @@ class Recorder:
                           self._start_ns)  # fmt: skip
         if self._map is not self._state:
             self._map.close()
-        self._map, self._at, self._described = fresh, HEADER_BYTES, set()
+        self._map, self._size, self._at, self._described = fresh, size, HEADER_BYTES, set()
         self._segment += 1
         return True
 

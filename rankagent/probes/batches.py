@@ -197,8 +197,8 @@ def install(emit: Emit) -> Undo:
         kind = type(inner).__name__
         shuffle = getattr(inner, "shuffle", {"RandomSampler": True, "SequentialSampler": False}.get(kind))
         workers = getattr(iterator, "_num_workers", 0)
-        context = getattr(iterator, "_multiprocessing_context", None)
-        start = (context or agent.torch.multiprocessing).get_start_method() if workers else ""
+        processes = getattr(iterator, "_workers", None) or [None]
+        start = getattr(processes[0], "_start_method", None) or agent.torch.multiprocessing.get_start_method()
         shape = [[type(d).__name__, length(d), indices_digest(d)] for d in chain]
         emit(LOADER, (
             number, this, workers, getattr(index_sampler, "batch_size", None) or -1,
@@ -208,7 +208,7 @@ def install(emit: Emit) -> Undo:
             -1 if iterable else length(index_sampler), -1 if iterable else length(inner), iterable,
             -1 if iterable else length(chain[0]), signed(iterator._base_seed) if workers else 0,
             getattr(iterator, "_worker_init_fn", None) is not None,
-        ), (start, kind, type(chain[0]).__name__, dataset_digest(chain[0]), json.dumps(shape)))  # fmt: skip
+        ), (start if workers else "", kind, type(chain[0]).__name__, dataset_digest(chain[0]), json.dumps(shape)))  # fmt: skip
 
     return undo_all([replace(base, "_next_index", next_index), replace(base, "__next__", fetch),
                      replace(multi, "_reset", reset)])  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..agent import Emit, StepInfo
@@ -35,7 +36,7 @@ ROWS_LIMIT = 32
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     done: dict[str, Scan] = {}
-    seen: set[tuple[int, int, int]] = set()  # tensors looked at in this step
+    seen: dict[tuple[int, int, int], Bad | None] = {}  # tensors looked at in this step, and what was found in them
 
     def look(source: str, data: Any) -> None:
         torch = agent.torch
@@ -50,11 +51,11 @@ def install(emit: Emit) -> Undo:
                 continue
             scan.tensors += 1
             key = (tensor.data_ptr(), tensor.numel(), -1 if tensor.is_inference() else tensor._version)
-            if key in seen:
-                continue  # the very tensor that the loader handed out, unchanged
-            seen.add(key)
-            if not math.isfinite(tensor.detach().sum().item()):  # a finite sum means finite elements; the rest is exact
-                scan.nonfinite_in(torch, path, tensor.detach())
+            if key not in seen:  # else: the very tensor that the loader handed out, unchanged
+                # a finite sum means finite elements; the rest is exact
+                odd = not math.isfinite(tensor.detach().sum().item())
+                seen[key] = nonfinite_in(torch, tensor.detach()) if odd else None
+            scan.note(path, seen[key])
         if scan.nonfinite:
             agent.alarm()
 
@@ -93,16 +94,31 @@ class Scan:
         self.tensors = self.nonfinite = self.skipped = 0
         self.rows, self.path, self.dtype, self.positions = -1, "", "", list[int]()
 
-    def nonfinite_in(self, torch: Any, path: str, tensor: Any) -> None:
-        bad = ~torch.isfinite(tensor)
-        count = int(bad.sum())
-        if not count:
-            return  # the sum overflowed from finite elements
+    def note(self, path: str, bad: Bad | None) -> None:
+        if bad is None:
+            return
         if not self.nonfinite:
-            rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten() if bad.dim() else bad.reshape(1).nonzero()
-            self.path, self.dtype = path, str(tensor.dtype).removeprefix("torch.")
-            self.positions = rows.flatten()[:ROWS_LIMIT].tolist()
-        self.nonfinite += count
+            self.path, self.dtype, self.positions = path, bad.dtype, bad.positions
+        self.nonfinite += bad.count
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Elements of one tensor that are not finite: how many, and the rows that hold them."""
+
+    count: int
+    dtype: str
+    positions: list[int]
+
+
+def nonfinite_in(torch: Any, tensor: Any) -> Bad | None:
+    """What is not finite in a tensor; None when its sum only overflowed from finite elements."""
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    if not count:
+        return None
+    rows = bad.reshape(bad.shape[0], -1).any(1).nonzero() if bad.dim() else bad.reshape(1).nonzero()
+    return Bad(count, str(tensor.dtype).removeprefix("torch."), rows.flatten()[:ROWS_LIMIT].tolist())
 
 
 def leaves(torch: Any, data: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:

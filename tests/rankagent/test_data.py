@@ -17,7 +17,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from kit.agent import record, running
+from kit.agent import read, record, running
 
 
 class Numbers(Dataset):
@@ -232,3 +232,27 @@ def step_with(x):
     for (batch,) in DataLoader(TensorDataset(x), batch_size=64):
         net(batch.float()[:, None]).sum().backward()
         optimizer.step()
+
+
+def test_what_the_model_gets_is_counted_even_when_it_is_the_loaders_own_tensor(tmp_path):
+    x = torch.ones(8, 1)
+    x[5] = float("nan")
+
+    def train(agent):
+        for (batch,) in DataLoader(TensorDataset(x), batch_size=4):
+            net = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+            agent.fire("forward_begin", net, (batch,), {})  # as DDP's forward does
+            net(batch).sum().backward()
+            optimizer.step()
+
+    with running(tmp_path) as agent:
+        train(agent)
+    rows = [(r["step"], r["source"], r["nonfinite"]) for r in read(tmp_path)["input"]]
+    assert [r for r in rows if r[0] == 2] == [(2, "batch", 1), (2, "forward", 1)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_how_workers_are_started_is_said(tmp_path, method):
+    loader = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=method)
+    assert record(tmp_path, lambda: list(loader))["loader"][0]["worker_start"] == method

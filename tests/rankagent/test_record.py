@@ -203,3 +203,12 @@ def test_a_file_system_that_cannot_reserve_blocks_is_filled_with_zeros(tmp_path,
     path = segments(tmp_path / "p")[0]
     assert path.stat().st_blocks * 512 >= record.SEGMENT_BYTES
     assert rows(tmp_path / "p")[0]["n"] == 1
+
+
+def test_a_disk_that_is_full_from_the_start_takes_no_row_and_keeps_the_state_page(tmp_path, monkeypatch):
+    r = Recorder(tmp_path / "p", 4, 0)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    assert not any(write(r, n) for n in range(200))
+    r.update_state(200, 1)
+    state = read_state(tmp_path / "p")
+    assert (state.rank, state.step, state.dropped) == (4, 200, 200)
