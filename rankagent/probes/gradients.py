@@ -53,8 +53,9 @@ def install(emit: Emit) -> Undo:
         agent.catalogue.refresh()
         held = [e for e in agent.catalogue.params if e.optimizer == number]
         if held:
-            # norms and finiteness were taken before the reduction; again here only where that was not possible
-            normed = local_step[0] != agent.window.step or any(e.sharing == "sharded" for e in held)
+            # norms and finiteness were taken before the reduction; again here only where that was not possible, and
+            # after an alarm, to see whether the update gets what was seen
+            normed = local_step[0] != agent.window.step or agent.odd or any(e.sharing == "sharded" for e in held)
             if len(held) == len(agent.catalogue.params):
                 held = agent.catalogue.params
             measure("reduced", due(held, agent.window.step), True, normed, True)
