@@ -32,6 +32,7 @@ class Row(NamedTuple):
     compared: int  # sweeps after an update that at least two ranks made
     compared_before: int  # the same for sweeps before it
     shifted: int | None  # first step from which the ranks' steps no longer correspond
+    own_pace: bool  # the ranks took different numbers of steps
     own_settings: bool  # optimizers begin with settings that differ between ranks
     own_losses: bool  # every rank takes a loss of its own, and they are not one and the same
     attempt: int | None
@@ -49,7 +50,9 @@ class Row(NamedTuple):
     since: int  # steps checked from `first` on
     returns: int  # times that it agreed again after having differed
     settled: bool  # a gradient: the parameters agree all the same after every step from `first` on
-    drifts: bool  # its bits change over time on some rank
+    moving: list[int]  # ranks on which its bits change over time
+    values: int  # most different values that it has on one of these
+    windowed: bool  # each check looked at one part of it
     kept: int  # trained tensors of the same unwrapped model that agree at every check
     unlike: int  # those of them that differed at their first check already
     ranks: list[int]
@@ -59,15 +62,16 @@ class Row(NamedTuple):
 
 
 def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = "FALSE",
-               whole: int = WHOLE_ELEMENTS) -> str:  # fmt: skip
-    """The query over `sweeps` (rank, attempt, pid, generation, step, sweep, tensors, marks); all four are constants.
+               whole: int = WHOLE_ELEMENTS, settings: str = "FALSE") -> str:  # fmt: skip
+    """The query over `sweeps` (rank, attempt, pid, generation, step, sweep, tensors, marks); arguments are constants.
 
     `catalogued` picks the rows of the tensor catalogue, `fits` the sweeps at which a tensor is compared, `settled` is
-    an expression over the differing tensor `a`, `whole` the size up to which a model's tensors are looked at whole.
+    an expression over the differing tensor `a`, `whole` the size up to which a model's tensors are looked at whole,
+    `settings` an expression for `own_settings`.
     """
     sql = _PARTED.replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
     sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
-    return sql.replace("{fits}", fits).replace("{settled}", settled)
+    return sql.replace("{fits}", fits).replace("{settled}", settled).replace("{settings}", settings)
 
 
 _PARTED: Final = """
@@ -153,13 +157,14 @@ apart AS (
     SELECT attempt, id, first, last, any_value(returns) AS returns, any_value(differing) AS differing,
            nullif(max(CASE WHEN place % 4 = 0 AND first % 4 > 0 THEN step - 1 ELSE step END) FILTER (
                NOT differs AND place < first AND step < first // 4 AND t.part IN (-1, l.part)), 0) AS last_good,
-           count(DISTINCT step) FILTER (place >= first) AS since
+           count(DISTINCT step) FILTER (place >= first) AS since, any_value(l.part) >= 0 AS windowed
     FROM life l JOIN tensor_check t USING (attempt, id) WHERE first IS NOT NULL GROUP BY attempt, id, first, last
 ),
 drift AS (
-    SELECT DISTINCT attempt, id FROM (
-        SELECT attempt, id FROM cell JOIN apart USING (attempt, id) WHERE sweep < 2
-        GROUP BY attempt, id, rank, part HAVING min(mark) <> max(mark))
+    SELECT attempt, id, list(DISTINCT rank) AS moving, max(marks) AS marks FROM (
+        SELECT attempt, id, rank, count(DISTINCT mark) AS marks FROM cell JOIN apart USING (attempt, id)
+        WHERE sweep < 2 GROUP BY attempt, id, rank, part HAVING min(mark) <> max(mark))
+    GROUP BY attempt, id
 ),
 member AS (
     SELECT attempt, id, list(rank ORDER BY rank) FILTER (place = first) AS ranks,
@@ -176,9 +181,10 @@ census AS (
            (SELECT count(*) FROM row_check WHERE sweep > 0) AS compared,
            (SELECT count(*) FROM row_check WHERE sweep = 0) AS compared_before,
            (SELECT min(step) FROM shift) AS shifted,
-           (SELECT coalesce(bool_or(differ), FALSE) FROM (
-                SELECT min((lr, settings)) <> max((lr, settings)) AS differ FROM optim WHERE step <= 1
-                GROUP BY attempt, optimizer, "group")) AS own_settings,
+           (SELECT coalesce(min(last) <> max(last), FALSE) FROM (
+                SELECT attempt, max(step) AS last FROM step GROUP BY rank, attempt
+                QUALIFY attempt = max(attempt) OVER ())) AS own_pace,
+           {settings} AS own_settings,
            (SELECT coalesce(bool_or(differ), FALSE) AND count(DISTINCT rank) >= (SELECT count(DISTINCT rank) FROM known)
             FROM (SELECT rank, min(total) OVER w <> max(total) OVER w AS differ FROM loss WHERE backwards > 0
                   WINDOW w AS (PARTITION BY attempt, step))) AS own_losses
@@ -186,7 +192,8 @@ census AS (
 report AS (
     SELECT a.attempt, h.name, h.model, h.index, h.sharing, h.broadcast, h.owned, a.first // 4 AS first,
            a.first % 4 AS first_sweep, a.last // 4 AS last, a.last_good, a.differing, a.since, a.returns,
-           {settled} AS settled, d.id IS NOT NULL AS drifts, coalesce(f.kept, 0) AS kept,
+           {settled} AS settled, coalesce(d.moving, []) AS moving, coalesce(d.marks, 1) AS marks,
+           a.windowed, coalesce(f.kept, 0) AS kept,
            coalesce(f.unlike, 0) AS unlike, m.ranks, m.marks, m.last_ranks, m.last_marks
     FROM apart a JOIN held h USING (attempt, id) JOIN member m USING (attempt, id)
     LEFT JOIN drift d USING (attempt, id)
@@ -283,9 +290,23 @@ def finding(parting: Parting) -> Finding:
         severity=parting.severity,
         summary=f"{parting.what} {row.name}{more}: {who} at step {row.first}{parting.when}; {how_often}",
         evidence=tuple(_evidence(parting)),
-        cannot_conclude=unknown + interval(row.last_good, row.first) + parting.cannot_conclude,
+        cannot_conclude=unknown + _reach(row) + parting.cannot_conclude,
         next_check=parting.next_check,
     )
+
+
+def drifts(row: Row) -> bool:
+    """Its bits change over time, as a statistic's do; a rank set apart on which they change once, and stay, is odd."""
+    odd = split(dict(zip(row.ranks, row.marks, strict=True)))
+    once = row.last_good is not None and row.values == 2 and row.differing == row.since
+    once = once and odd.decided and set(row.moving) <= set(odd.odd)
+    return bool(row.moving) and not once
+
+
+def _reach(row: Row) -> tuple[str, ...]:
+    if row.windowed and row.last_good is None and row.first > 1:
+        return (f"at which step up to {row.first} it began: this part of the tensor was not looked at before",)
+    return interval(row.last_good, row.first)
 
 
 def _evidence(parting: Parting) -> Iterator[Evidence]:

@@ -46,7 +46,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         when = ", right after DDP's broadcast"
         check = "is the buffer written through a copy that the broadcast does not reach?"
         yield replicas.finding(replace(parting, when=when, next_check=check))
-    constant = [r for r in differing if r.broadcast != 1 and not r.drifts and r.since >= CONSTANT_STEPS]
+    constant = [r for r in differing if r.broadcast != 1 and not replicas.drifts(r) and r.since >= CONSTANT_STEPS]
     for parting in replicas.partings(constant, "buffer"):
         yield from _constant(parting)
     if rows[0].broadcasts and not rows[0].compared_before:
@@ -60,11 +60,16 @@ def _constant(parting: Parting) -> Iterator[Finding]:
     if plain and not parting.odd.decided:
         return
     each_its_own = len(set(parting.rows[0].marks)) == len(parting.odd.odd) > 2
+    changed = bool(parting.rows[0].moving)
     yield replicas.finding(
         replace(
             parting,
-            severity="note" if each_its_own else "warning" if plain or not parting.odd.decided else "critical",
-            when=", though no step changes it",
+            severity="note"
+            if each_its_own
+            else "warning"
+            if plain or changed or not parting.odd.decided
+            else "critical",
+            when=", though no other rank ever changes it" if changed else ", though no step changes it",
             cannot_conclude=("whether each rank was meant to have a value of its own",),
             next_check="compare where each rank takes this buffer's value from before training",
         )

@@ -33,7 +33,12 @@ SQL = replicas.parted_sql(
     settled="""coalesce((SELECT bool_and(NOT differs) FROM (
         SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
         FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p
-        WHERE p.attempt = a.attempt AND p.step >= a.first // 4), FALSE)""",
+        WHERE p.attempt = a.attempt AND p.step >= a.first // 4), FALSE)
+    OR (SELECT count(*) FILTER (differed AND NOT differs) >= 2 FROM (
+        SELECT attempt, step, differs, lag(differs) OVER (PARTITION BY attempt, stage ORDER BY step) AS differed FROM (
+            SELECT attempt, step, stage, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
+            FROM param GROUP BY attempt, step, stage HAVING min(rank) <> max(rank))
+        ) p WHERE p.attempt = a.attempt AND p.step >= a.first // 4)""",
 )
 
 
@@ -47,7 +52,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     for parting in replicas.partings(differing, "reduced gradient"):
         first = parting.rows[0]
         if first.settled:
-            when = ", yet the parameters agree after every step: something evens them out"
+            when = ", yet the parameters agree again after it: something evens them out"
             yield replicas.finding(replace(parting, severity="note", when=when))
             continue
         if first.sharing == "late":

@@ -1,6 +1,6 @@
 """A rank's gradient holds NaN or Inf: on which rank it was born, before the reduction spread it, and in which tensor.
 
-Reads     grad, tensor, loss, step
+Reads     grad, tensor, loss, step, param (whether any update used it)
 Says      the ranks whose own gradient it was, the step, the tensor nearest to the loss, whether the loss had it already
 Unknown   own gradients that were not seen (views of the buckets, shards): then the step is known, the rank is not
 Blind to  steps between two sweeps; steps that a loss scaler skipped
@@ -45,13 +45,22 @@ named AS (
     FROM (SELECT rank, attempt, pid, generation, stage, unnest(nonfinite) AS index FROM here WHERE nth = 1) h
     JOIN tensor t USING (rank, attempt, pid, generation, index) GROUP BY h.rank, h.attempt, h.stage
 ),
+used AS (  -- unless an update got finite gradients everywhere and all stayed finite: then they were thrown away
+    SELECT attempt FROM here GROUP BY attempt
+    HAVING count(*) FILTER (stage = 'reduced') = 0 OR bool_or(stage = 'reduced' AND len(nonfinite) > 0)
+        OR count(DISTINCT rank) FILTER (stage = 'reduced') < count(DISTINCT rank)
+    UNION SELECT p.attempt FROM param p JOIN bad b ON b.attempt = p.attempt AND p.step >= b.step
+    WHERE len(p.nonfinite) > 0
+    UNION SELECT l.attempt FROM loss l JOIN bad b ON b.attempt = l.attempt AND l.step = b.step + 1
+    WHERE l.nonfinite > 0
+),
 good AS (
     SELECT g.attempt, max(g.step) AS step FROM grad g JOIN bad b ON b.attempt = g.attempt AND g.step < b.step
     WHERE len(g.nonfinite) = 0 GROUP BY g.attempt
 )
 SELECT h.rank, h.attempt, h.step, h.last, g.step AS last_good, h.stage, h.stage = 'reduced' OR h.valid AS valid,
        coalesce(n.names, []) AS names, len(h.nonfinite) AS tensors, coalesce(t.backwards, 0) - h.times AS micro,
-       coalesce(o.nonfinite, 0) > 0 AS loss_bad
+       coalesce(o.nonfinite, 0) > 0 AS loss_bad, h.attempt IN (SELECT attempt FROM used) AS used
 FROM here h LEFT JOIN named n ON n.rank = h.rank AND n.attempt = h.attempt AND n.stage = h.stage
 LEFT JOIN good g ON g.attempt = h.attempt
 LEFT JOIN took t ON t.rank = h.rank AND t.attempt = h.attempt AND t.step = h.step
@@ -75,6 +84,7 @@ class Row(NamedTuple):
     tensors: int  # how many are not finite
     micro: int  # backwards of the step less those that left it non-finite: the smaller, the earlier it was born
     loss_bad: bool
+    used: bool  # an update may have taken it
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -103,8 +113,9 @@ def _finding(rows: Sequence[Row], run: RunFacts) -> Finding:
         last_step=first.last,
         attempt=first.attempt,
         subject=subject,
+        severity="critical" if first.used else "note",
         summary=f"the {what} of {listed(ranks)} holds NaN or Inf at step {first.step}, in {first.tensors} tensor(s), "
-        f"{subject} nearest to the loss{loss}",
+        f"{subject} nearest to the loss{loss}" + ("" if first.used else "; the program left it out of the update"),
         evidence=tuple(_evidence(hit[:SHOWN], what)),
         cannot_conclude=_open(bool(born), unseen, run.world_size) + interval(first.last_good, first.step),
         next_check="look at this rank's batch of that step, and at roots, divisions and norms of zero in the forward",

@@ -1,6 +1,6 @@
 """The loss of a backward is NaN or Inf.
 
-Reads     loss, step
+Reads     loss, step, grad, param (whether any update used it)
 Says      the ranks on which it began, at which step and micro-step, and the value
 Unknown   no rank recorded a loss
 Blind to  losses that never reach backward; overflow that a loss scaler skips while it looks for its scale
@@ -22,6 +22,7 @@ PARAMS: Mapping[str, object] = {
     "settling": 10,
 }
 SHOWN = 8
+UNSEEN = "whether it began in a gradient or parameter of step {}, which were not looked at"
 
 # A non-finite loss under a loss scale whose step was skipped (or is not over yet) is forgiven, unless `settling` of
 # them follow each other.
@@ -39,12 +40,24 @@ streaks AS (
     FROM flagged
 ),
 sized AS (SELECT *, count(*) OVER (PARTITION BY rank, attempt, skipped, streak) AS length FROM streaks),
-counted AS (SELECT *, bad AND (NOT skipped OR length >= $settling) AS counts FROM sized)
+counted AS (SELECT *, bad AND (NOT skipped OR length >= $settling) AS counts FROM sized),
+begun AS (
+    SELECT attempt, min(step) FILTER (counts) AS step, count(DISTINCT rank) AS ranks FROM counted GROUP BY attempt
+),
+used AS (  -- unless an update got finite gradients everywhere and all stayed finite: then the loss was thrown away
+    SELECT b.attempt FROM begun b LEFT JOIN grad g ON g.attempt = b.attempt AND g.step = b.step AND g.stage = 'reduced'
+    GROUP BY b.attempt, b.ranks HAVING count(DISTINCT g.rank) < b.ranks OR bool_or(len(g.nonfinite) > 0)
+    UNION SELECT p.attempt FROM param p JOIN begun b ON b.attempt = p.attempt AND p.step >= b.step
+    WHERE len(p.nonfinite) > 0
+    UNION SELECT c.attempt FROM counted c JOIN begun b ON b.attempt = c.attempt AND c.step = b.step + 1 WHERE c.bad
+)
 SELECT rank, attempt, min(step) FILTER (counts) AS first, max(step) FILTER (counts) AS last,
        count(*) FILTER (counts) AS steps, max(step) FILTER (NOT bad) AS last_finite,
        max(step) FILTER (NOT bad AND step < f) AS last_good,
        arg_min(first_nonfinite, step) FILTER (counts) AS micro, arg_min(backwards, step) FILTER (counts) AS backwards,
-       CAST(arg_min(CASE WHEN isfinite(total) THEN last ELSE total END, step) FILTER (counts) AS VARCHAR) AS value
+       CAST(arg_min(CASE WHEN isfinite(total) THEN last ELSE total END, step) FILTER (counts) AS VARCHAR) AS value,
+       attempt IN (SELECT attempt FROM used) AS used,
+       (attempt, min(step) FILTER (counts) - 1) IN (SELECT (attempt, step) FROM param WHERE stage = 'end') AS looked
 FROM (SELECT *, min(step) FILTER (counts) OVER (PARTITION BY rank, attempt) AS f FROM counted)
 GROUP BY rank, attempt HAVING bool_or(counts) ORDER BY attempt, first, rank
 """
@@ -63,6 +76,8 @@ class Row(NamedTuple):
     micro: int
     backwards: int
     value: str
+    used: bool  # an update may have taken it
+    looked: bool  # the parameters were looked at after the step before
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -85,10 +100,13 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
         last_step=max(r.last for r in all_of),
         attempt=first.attempt,
         subject="loss",
-        summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}",
+        severity="critical" if first.used else "note",
+        summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}"
+        + ("" if first.used else "; the program left it out of the update"),
         evidence=tuple(
             Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
             for r in born[:SHOWN]
         ),
+        cannot_conclude=() if first.looked or first.first == 1 else (UNSEEN.format(first.first - 1),),
         next_check="look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
     )

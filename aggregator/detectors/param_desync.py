@@ -27,6 +27,9 @@ SQL = replicas.parted_sql(
               CASE stage WHEN 'start' THEN 0 WHEN 'end' THEN 1 ELSE 2 END AS sweep
        FROM param WHERE len(digest) > 0""",
     "kind = 'param'",
+    settings="""(SELECT coalesce(bool_or(differ), FALSE) FROM (
+        SELECT min((lr, settings)) <> max((lr, settings)) AS differ FROM optim WHERE step <= 1
+        GROUP BY attempt, optimizer, "group"))""",
 )
 
 NO_WRAPPER = "that these tensors are replicas is not declared: no wrapper holds them, their ranks share a process group"
@@ -41,20 +44,24 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         return
     differing = [r for r in rows if r.name is not None]
     # A frozen tensor that moves by itself is an average kept inside the model, often on one rank only.
-    wrapped = [r for r in differing if r.sharing != "plain" and (r.owned or not r.drifts)]
+    wrapped = [r for r in differing if r.sharing != "plain" and (r.owned or not replicas.drifts(r))]
+    averaged = [r for r in wrapped if r.returns >= PERIODIC_RETURNS]
     for parting in replicas.partings(wrapped, "parameter"):
-        yield from _wrapped(parting, run)
+        yield from _wrapped(parting, averaged, run)
     plain = [r for r in differing if r.sharing == "plain" and r.owned]
     for model in replicas.same_model(plain):
         yield from _unwrapped(model, run)
     yield from replicas.left_open(rows[0], run)
 
 
-def _wrapped(parting: Parting, run: RunFacts) -> Iterator[Finding]:
+def _wrapped(parting: Parting, averaged: Sequence[Row], run: RunFacts) -> Iterator[Finding]:
     first = parting.rows[0]
+    # an average takes in the whole model, of which only some tensors may be looked at where it shows
+    returns = max((r.returns for r in averaged if r.attempt == first.attempt and r.model == first.model
+                   and set(r.ranks) >= set(parting.odd.odd)), default=0)  # fmt: skip
     if first.first_sweep == FINAL:
         yield from _after_training(parting, run)
-    elif (returns := max(r.returns for r in parting.rows)) >= PERIODIC_RETURNS:
+    elif returns:
         when = f", and they agree again {returns} times, as local training with a periodic average does"
         yield replicas.finding(replace(parting, severity="note", when=when))
     elif first.first_sweep == START and first.first == 1:
@@ -89,6 +96,9 @@ def _unwrapped(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstent
     census, kept, unlike = rows[0], rows[0].kept, rows[0].unlike
     if not census.own_losses:
         why = "unwrapped tensors differ, but the ranks do not each have a loss of their own: one model split by hand?"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    elif census.own_pace and run.status == "finished":
+        why = "unwrapped tensors differ, and the ranks took different numbers of steps: trainings of their own?"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
     elif census.own_settings:
         why = "unwrapped tensors differ, and so do the ranks' settings from the start: trainings of their own?"

@@ -108,7 +108,7 @@ def _library(rows: Sequence[Row], run: RunFacts) -> Finding | Abstention | None:
     parts = split(seeds)
     odd = parts.odd if parts.decided else _off_the_line(seeds) or parts.odd
     say = f"{library} seeds are neither equal nor base + k * rank: {ranks_text(odd)} " + (
-        "differ from the others" if len(odd) < len(seeds) else "have unrelated seeds"
+        f"differ{'s' if len(odd) == 1 else ''} from the others" if len(odd) < len(seeds) else "have unrelated seeds"
     )
     return _mismatch(rows, odd, say, () if len(odd) < len(seeds) else ("which rank's seed was meant",))
 

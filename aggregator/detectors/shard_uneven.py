@@ -1,6 +1,6 @@
 """Ranks get different numbers of batches in a pass, or batches of different size.
 
-Reads     loader, batch (training passes), event (Join), tensor (whether the ranks train one model at all)
+Reads     loader, batch (training passes), event (Join), tensor and param (whether the ranks train one model)
 Says      the ranks that stand apart, planned and consumed batches, batch sizes
 Unknown   data whose batch sizes vary on each rank by design
 Blind to  data that reaches the model without a torch DataLoader
@@ -40,8 +40,13 @@ WITH pass AS (
     FROM sized GROUP BY ALL
 ), joined AS (
     SELECT attempt FROM event WHERE kind = 'join' GROUP BY attempt
+), agreed AS (  -- unwrapped models whose weights agree after one of the first updates: replicas, reduced by hand
+    SELECT DISTINCT attempt FROM (
+        SELECT attempt FROM param WHERE stage = 'end' AND len(digest) > 0 AND step <= 128 GROUP BY attempt, step
+        HAVING min(rank) <> max(rank) AND min(hash(tensors, digest)) = max(hash(tensors, digest)))
 ), alone AS (
-    SELECT rank, attempt FROM tensor WHERE kind = 'param' GROUP BY ALL HAVING bool_and(sharing = 'plain' AND peers = '')
+    SELECT rank, attempt FROM tensor WHERE kind = 'param' GROUP BY ALL
+    HAVING bool_and(sharing = 'plain' AND (peers = '' OR attempt NOT IN (SELECT attempt FROM agreed)))
 )
 SELECT p.attempt, p.nth_loader, p.nth_pass, p.rank, l.batches, t.batches, t.samples, p.whole, t.sized, t.smallest,
        t.largest, t.first_step, t.last_step, l.sampler_class, p.attempt IN (SELECT attempt FROM joined),
@@ -72,7 +77,7 @@ class Row(NamedTuple):
     last_step: int
     sampler_class: str
     joined: bool
-    alone: bool  # no wrapper, no process group known: nothing couples this rank to others
+    alone: bool  # no wrapper, and no process group known or no weights that agree: nothing couples the ranks
     over: bool  # a later pass has begun
 
 
@@ -98,7 +103,7 @@ def _unjudged(rows: Sequence[Row], coupled: Sequence[Row], run: RunFacts) -> Ite
     if not rows:
         yield Abstention("INSUFFICIENT_EVIDENCE", "no loader is known to feed training")
     elif not coupled:
-        yield Abstention("INSUFFICIENT_EVIDENCE", "no process group is known to join the ranks' models")
+        yield Abstention("INSUFFICIENT_EVIDENCE", "nothing is known to couple the ranks' models")
     elif len(seen) < run.world_size:
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", f"training passes of {len(seen)} of {run.world_size} ranks were recorded"

@@ -77,3 +77,10 @@ def test_a_row_that_lists_no_tensors_holds_all_buffers_in_catalogue_order() -> N
         sweep(rows, "buffer", step, {0: [1], 1: [1], 2: [step]}, "sync")
         sweep(rows, "buffer", step, {0: [1], 1: [1], 2: [1]}, "end")
     assert [(f.ranks, f.subject, f.first_step) for f in _found(rows)] == [((2,), "mean", 2)]
+
+
+def test_a_constant_that_one_rank_overwrites_is_a_warning_where_it_happened() -> None:
+    rows = _ends(_rows(0), (1, 1, 1), (1, 1, 1), (1, 9, 1), (1, 9, 1))
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((1,), 3, 2, "warning")
+    assert _found(_ends(_rows(0), (1, 1, 1), (1, 1, 1), (1, 9, 1), (1, 8, 1)), "CLEAR") == []

@@ -79,3 +79,15 @@ def test_gradients_that_differ_while_the_parameters_agree_are_a_note() -> None:
     assert [f.severity for f in _found(rows)] == ["note"]
     rows = sweep(sweep(_rows(SAME, ODD), "param", 2, SAME, "end"), "param", 3, ODD, "end")
     assert [f.severity for f in _found(rows)] == ["critical"]
+
+
+def test_gradients_of_local_training_whose_parameters_come_together_again_and_again_are_a_note() -> None:
+    rows = catalogue(Rows(), 2, "a")
+    for step in range(1, 10):
+        sweep(rows, "grad", step, {0: [step], 1: [50 + step]}, "reduced")
+        apart = 0 if step % 3 == 1 else 50
+        sweep(rows, "param", step, {0: [step], 1: [apart + step]}, "start")
+        sweep(rows, "param", step, {0: [100 + step], 1: [200 + step]}, "end")
+    assert [f.severity for f in _found(rows, world_size=2)] == ["note"]
+    rows.connection.execute("UPDATE param SET digest = [step + rank] WHERE stage = 'start' AND step > 4")
+    assert [f.severity for f in _found(rows, world_size=2)] == ["critical"]

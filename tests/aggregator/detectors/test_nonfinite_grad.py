@@ -89,3 +89,14 @@ def test_steps_between_two_sweeps_are_said_to_be_unknown() -> None:
 
 def test_finite_gradients_are_clear() -> None:
     assert _found(_rows({}, []), "CLEAR") == []
+
+
+def test_a_gradient_that_the_program_threw_away_before_the_update_is_a_note() -> None:
+    rows = _rows({1: [0]}, [])
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.severity) == ((1,), 2, "note")
+    rows.add("param", rank=0, step=2, stage="end", nonfinite=[0])
+    assert [f.severity for f in _found(rows)] == ["critical"]
+    lost = _rows({1: [0]}, [])
+    lost.connection.execute("DELETE FROM grad WHERE rank = 2 AND stage = 'reduced'")
+    assert [f.severity for f in _found(lost)] == ["critical"]

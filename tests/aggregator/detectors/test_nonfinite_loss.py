@@ -57,3 +57,28 @@ def test_a_step_in_progress_under_a_scaler_may_still_be_skipped() -> None:
     rows = _rows({1: [20]}, scale=2.0)
     rows.connection.execute("DELETE FROM step WHERE step = 20")
     assert _found(rows, "CLEAR") == []
+
+
+def test_a_loss_that_the_program_left_out_of_the_update_is_a_note() -> None:
+    rows = _rows({1: [7, 15]})
+    assert [f.severity for f in _found(rows)] == ["critical"]  # nobody saw what the update got
+    for rank in range(3):
+        rows.add("grad", rank=rank, step=7, stage="reduced", valid=True)
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.severity) == ((1,), 7, "note")
+    rows.add("param", rank=1, step=9, stage="end", nonfinite=[0])
+    assert [f.severity for f in _found(rows)] == ["critical"]
+
+
+def test_a_loss_that_stays_non_finite_was_not_left_out() -> None:
+    rows = _rows({1: [7, 8]})
+    for rank in range(3):
+        rows.add("grad", rank=rank, step=7, stage="reduced", valid=True)
+    assert [f.severity for f in _found(rows)] == ["critical"]
+
+
+def test_says_when_nobody_looked_at_the_step_before() -> None:
+    rows = _rows({0: [7], 1: [7], 2: [7]})
+    assert ["parameter of step 6" in c for c in _found(rows)[0].cannot_conclude] == [True]
+    rows.add("param", rank=0, step=6, stage="end", generation=1)
+    assert _found(rows)[0].cannot_conclude == ()

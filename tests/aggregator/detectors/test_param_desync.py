@@ -242,3 +242,45 @@ def test_a_frozen_tensor_seen_through_moving_windows_does_not_move() -> None:
 
 def test_the_windows_are_those_of_the_agent() -> None:
     assert (replicas.WINDOW_ELEMENTS, replicas.WHOLE_ELEMENTS) == (WINDOW_ELEMENTS, WHOLE_ELEMENTS)
+
+
+def test_an_average_made_between_two_updates_is_seen_before_the_next_one() -> None:
+    for sharing, severities in (("ddp", {"note"}), ("plain", set())):
+        rows = losses(catalogue(Rows(), 2, "a", "b", sharing=sharing), 2, 9)
+        for step in range(1, 10):
+            sweep(rows, "param", step, {0: [step], 1: [step + 50 * (step % 3 != 1)]}, "start", tensors=[1])
+            sweep(rows, "param", step, {0: [step, 2], 1: [60 + step, 90]}, "end")
+        assert {f.severity for f in _found(rows, "INCIDENT" if severities else "CLEAR", world_size=2)} == severities
+
+
+def test_a_change_between_two_updates_is_one_finding_though_some_tensors_were_seen_before_the_update() -> None:
+    rows = catalogue(Rows(), 3, "a", "b")
+    for step in (1, 2, 3):
+        changed = {r: [5 if r == 2 and step == 3 else 1] for r in range(3)}
+        sweep(rows, "param", step, changed, "start", tensors=[1])
+        sweep(rows, "param", step, {r: changed[r] * 2 for r in range(3)}, "end")
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((2,), 3, 2, "a")
+    assert "before the first update" not in found.summary
+
+
+def test_a_frozen_weight_that_one_rank_overwrites_is_found_where_it_happened() -> None:
+    rows = catalogue(Rows(), 3, "frozen", trainable=False, optimizer=-1)
+    for step in range(1, 7):
+        sweep(rows, "param", step, {0: [7], 1: [8 if step >= 4 else 7], 2: [7]}, "end")
+    assert [(f.ranks, f.first_step, f.last_good_step) for f in _found(rows)] == [((1,), 4, 3)]
+    rows.connection.execute("UPDATE param SET digest = [step] WHERE rank = 1 AND step >= 4")  # an average of its own
+    assert _found(rows, "CLEAR") == []
+
+
+def test_a_window_that_was_never_looked_at_before_says_so() -> None:
+    (found,) = _found(_large(3, {3: 1}))
+    assert (found.first_step, found.last_good_step) == (3, None)
+    assert any("up to 3" in c for c in found.cannot_conclude)
+
+
+def test_unwrapped_copies_on_ranks_that_took_other_numbers_of_steps_may_be_trainings_of_their_own() -> None:
+    rows = _plain(*APART)
+    rows.add("step", rank=1, step=4, optimizers=1, backwards=1)
+    assert _found(rows, "INSUFFICIENT_EVIDENCE", world_size=2) == []
+    assert [f.ranks for f in _found(rows, world_size=2, status="failed")] == [(0, 1)]

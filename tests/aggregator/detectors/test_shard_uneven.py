@@ -113,3 +113,13 @@ def test_an_evaluation_on_one_rank_does_not_shift_the_loaders() -> None:
 def test_a_rank_without_rows_is_not_called_clear() -> None:
     assert judge(train([[8] * 10] * 2), 3) == ("INSUFFICIENT_EVIDENCE", [])
     assert judge(train([[8] * 10]), 1) == ("NOT_APPLICABLE", [])
+
+
+def test_unwrapped_ranks_are_coupled_when_their_weights_agree() -> None:
+    rows = train([[8] * 10, [8] * 12])
+    for rank in range(2):
+        rows.add("tensor", rank=rank, kind="param", sharing="plain", peers="0,1")
+        rows.add("param", rank=rank, step=1, stage="end", generation=1, digest=[5 + rank])
+    assert judge(rows, 2) == ("INSUFFICIENT_EVIDENCE", [])  # averaged once a round, each rank on data of its own
+    rows.connection.execute("UPDATE param SET digest = [5]")
+    assert judge(rows, 2)[0] == "INCIDENT"
