@@ -83,7 +83,7 @@ known AS (
     FROM (
         SELECT *, CASE WHEN kind = 'param' AND numel > {window}
                         AND sum(numel) OVER (PARTITION BY rank, attempt, pid, generation, kind) > {whole}
-                       THEN (numel + {window} - 1) // {window} ELSE 1 END AS windows
+                       THEN ((numel + {window} - 1) // {window}) | 1 ELSE 1 END AS windows
         FROM tensor
     ) WHERE {catalogued}
 ),

@@ -58,8 +58,10 @@ def window(numel: int, step: int | None) -> tuple[int, int]:
     """
     if step is None or numel <= WINDOW_ELEMENTS:
         return 0, numel
-    start = step % -(-numel // WINDOW_ELEMENTS) * WINDOW_ELEMENTS
-    return start, min(start + WINDOW_ELEMENTS, numel)
+    # watched steps are multiples of a power of two: an odd number of windows lets them come round to each
+    count = -(-numel // WINDOW_ELEMENTS) | 1
+    start = min(step % count * WINDOW_ELEMENTS, numel - WINDOW_ELEMENTS)
+    return start, start + WINDOW_ELEMENTS
 
 
 def windows(tensors: list[Any], step: int | None) -> list[Any]:

@@ -121,9 +121,12 @@ WITH agreed AS (  -- unwrapped models whose weights agree after one of the first
               AND f.rank IN (SELECT DISTINCT rank FROM meant ORDER BY rank LIMIT 4) GROUP BY ALL)
         WHERE passes > 1 GROUP BY rank, attempt, nth_loader, key) GROUP BY ALL
 ), sliced AS (
-    SELECT b.rank, b.attempt, count(*) FILTER (i.rows > 0 AND i.rows < b.samples) * 2 > count(*) AS sliced
+    SELECT b.rank, b.attempt, count(*) FILTER (
+        i.rows > 0 AND i.rows < b.samples OR i.elements > 0 AND i.elements * 2 <= w.elements) * 2 > count(*) AS sliced
     FROM (SELECT rank, attempt, pid, step, min(samples) AS samples FROM training_batch GROUP BY ALL) b
-    JOIN input i USING (rank, attempt, pid, step) WHERE i.source = 'forward' GROUP BY ALL
+    JOIN input i USING (rank, attempt, pid, step)
+    LEFT JOIN input w ON w.source = 'batch' AND (w.rank, w.attempt, w.pid, w.step) = (b.rank, b.attempt, b.pid, b.step)
+    WHERE i.source = 'forward' GROUP BY ALL
 )
 SELECT m.attempt, m.nth_loader, m.nth_pass, m.cohort::VARCHAR, m.rank, m.members, m.relation, m.iterable,
        m.length, m.dataset_digest, m.batch_size, m.replacement, m.sampler_class, m.replicas, t.samples,
@@ -170,7 +173,7 @@ class Row(NamedTuple):
     same: int  # of these, with equal contents
     recurring: int  # ids that this rank consumed in several passes
     fixed: int  # of them, with the same contents each time
-    sliced: bool  # the model got fewer rows than the batch had
+    sliced: bool  # the model got fewer rows than the batch had, or half its elements or less
     sharers: int  # most ranks that share one sample
     first_step: int
     last_step: int

@@ -24,6 +24,7 @@ TABLE = Table("input", (
     Column("dtype", "text", "", "its dtype"),
     Column("positions", "int64[]", "", "rows (first dimension) of that tensor that hold some, the first 32"),
     Column("rows", "int64", "", "first dimension of the first tensor argument; -1 without"),
+    Column("elements", "int64", "", "elements of that tensor; -1 without"),
     Column("skipped", "int32", "", "tensors not looked at for their size"),
 ), "one row per watched step and source, and per step with something not finite")  # fmt: skip
 
@@ -43,7 +44,7 @@ def install(emit: Emit) -> Undo:
         scan = done.setdefault(source, Scan())
         for path, tensor in leaves(torch, data, "", DEPTH):
             if scan.rows < 0 and tensor.dim():
-                scan.rows = tensor.shape[0]
+                scan.rows, scan.elements = tensor.shape[0], tensor.numel()
             if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
                 continue
             if tensor.device.type != "cpu" or (tensor.numel() > EVERY_STEP_ELEMENTS and not agent.watching):
@@ -67,7 +68,7 @@ def install(emit: Emit) -> Undo:
             if watched or s.nonfinite:
                 emit(
                     TABLE,
-                    (s.tensors, s.nonfinite, s.rows, s.skipped),
+                    (s.tensors, s.nonfinite, s.rows, s.elements, s.skipped),
                     (source, s.path, s.dtype, s.positions),
                     step=step,
                 )
@@ -92,7 +93,8 @@ class Scan:
 
     def __init__(self) -> None:
         self.tensors = self.nonfinite = self.skipped = 0
-        self.rows, self.path, self.dtype, self.positions = -1, "", "", list[int]()
+        self.rows = self.elements = -1
+        self.path, self.dtype, self.positions = "", "", list[int]()
 
     def note(self, path: str, bad: Bad | None) -> None:
         if bad is None:

@@ -14,6 +14,7 @@ import sys
 import zlib
 from typing import Any
 
+from ..afterimport import when
 from ..agent import Emit
 from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
@@ -53,8 +54,6 @@ def install(emit: Emit) -> Undo:
     unseeded = emit.agent.torch.default_generator.initial_seed()  # torch draws it at import, anew in each process
     inside: list[bool] = []
 
-    numpy_random: Any = sys.modules.get("numpy.random")
-
     def seeded(library: str, call: str, seed: Any) -> None:
         last[library] = "" if seed is None else str(seed)[:200]
         calls[0] += 1
@@ -84,12 +83,13 @@ def install(emit: Emit) -> Undo:
         generator = torch.default_generator
         initial = generator.initial_seed()
         cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
-        numpy_digest = numpy_state() if numpy_random is not None else 0
+        numpy_random = sys.modules.get("numpy.random")  # numpy imports it when it is first used
+        numpy_digest = numpy_state(numpy_random) if hasattr(numpy_random, "get_state") else 0
         emit(RNG, (zlib.crc32(torch.get_rng_state().numpy()), numpy_digest, hash(random.getstate()), signed(initial),
                    initial != unseeded or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
              (last.get("numpy", ""), last.get("random", "")), step=step)  # fmt: skip
 
-    def numpy_state() -> int:
+    def numpy_state(numpy_random: Any) -> int:
         """Digest of numpy's global stream: straight from its memory, as get_state() takes 24 us."""
         generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
         if type(generator).__name__ == "MT19937":
@@ -118,8 +118,11 @@ def install(emit: Emit) -> Undo:
         watch("torch.cuda", torch.cuda, "manual_seed"), watch("torch.cuda", torch.cuda, "manual_seed_all"),
         watch("random", random, "seed"),
     ]  # fmt: skip
-    if numpy_random is not None:
-        undos.append(watch("numpy", numpy_random, "seed"))
+
+    def numpy_came(module: Any) -> None:
+        undos.append(watch("numpy", module, "seed"))
+
+    when("numpy.random", lambda module: emit.guarded(numpy_came, module))
     emit.on("before_update", before_update)
     emit.on("step_end", step_end)
     return undo_all(undos)

@@ -1,7 +1,5 @@
 """Fingerprints: equal bits, equal numbers, on any device and layout; any change is seen."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -116,16 +114,22 @@ def test_the_device_sweep_gives_the_host_numbers_in_order(step):
     assert fingerprint.DeviceSweep().digests(tensors, step).tolist() == fingerprint.sweep_cpu(tensors, step)[0]
 
 
-def test_windows_of_a_large_tensor_cover_it_and_depend_on_the_step_alone():
-    numel = 50_001
-    count = -(-numel // fingerprint.WINDOW_ELEMENTS)
-    seen = {fingerprint.window(numel, step) for step in range(1, count + 1)}
-    covered = sorted(seen)
-    assert covered[0][0] == 0
-    assert covered[-1][1] == numel
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
-    assert fingerprint.window(numel, 3) == fingerprint.window(numel, 3 + count)
+@pytest.mark.parametrize("cadence", [1, 2, 32])
+@pytest.mark.parametrize("numel", [2_041, 4_080, 50_001, 2_040 * 16])
+def test_windows_cover_a_large_tensor_at_any_cadence(numel, cadence):
+    count = -(-numel // fingerprint.WINDOW_ELEMENTS) | 1
+    seen = [fingerprint.window(numel, cadence * k) for k in range(1, count + 1)]
+    covered = set()
+    for start, stop in seen:
+        assert 0 <= start < stop <= numel
+        covered.update(range(start, stop))
+    assert len(covered) == numel
+
+
+def test_a_window_depends_on_size_and_step_alone_and_small_tensors_are_seen_whole():
+    assert fingerprint.window(50_001, 3) == fingerprint.window(50_001, 3 + 25)
     assert fingerprint.window(2_040, 5) == (0, 2_040)
+    assert fingerprint.window(50_001, None) == (0, 50_001)
 
 
 def test_a_change_in_a_large_tensor_is_seen_when_its_window_comes():

@@ -213,30 +213,30 @@ def test_unwrapped_copies_that_begin_with_settings_of_their_own_may_be_trainings
 
 
 def _large(steps: int, bad: dict[int, int], trainable: bool = True) -> Rows:
-    """A model too large for whole sweeps, a in 4 windows; `bad`: what rank 2 has instead at a step."""
+    """A model too large for whole sweeps, a in 5 windows; `bad`: what rank 2 has instead at a step."""
     rows = catalogue(catalogue(Rows(), 3, "a", numel=4 * 2040), 3, "b", numel=4_000_000, trainable=False, optimizer=-1)
     if not trainable:
         rows.connection.execute("UPDATE tensor SET trainable = FALSE, optimizer = -1")
     sweep(rows, "param", 1, {r: [1, 2] for r in range(3)}, "start")
     for step in range(1, steps + 1):
-        own = 100 * (step % 4) + (step if trainable else 0)
+        own = 100 * (step % 5) + (step if trainable else 0)
         sweep(rows, "param", step, {r: [bad.get(step, own) if r == 2 else own, 7000 + step] for r in range(3)}, "end")
     return rows
 
 
 def test_a_change_inside_one_window_is_no_periodic_average_and_says_how_far_back_it_may_reach() -> None:
-    (found,) = _found(_large(16, {6: 1, 10: 2, 14: 3}))
-    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((2,), 6, 2, "critical")
-    assert any("between 3 and 6" in c for c in found.cannot_conclude)
+    (found,) = _found(_large(16, {6: 1, 11: 2, 16: 3}))
+    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((2,), 6, 1, "critical")
+    assert any("between 2 and 6" in c for c in found.cannot_conclude)
 
 
 def test_windows_that_come_together_again_are_a_periodic_average() -> None:
-    rows = _large(24, {1: 1, 9: 1, 17: 1, 2: 2, 10: 2, 18: 2})
+    rows = _large(30, {1: 1, 11: 1, 21: 1, 2: 2, 12: 2, 22: 2})
     assert [f.severity for f in _found(rows)] == ["note"]
 
 
 def test_a_frozen_tensor_seen_through_moving_windows_does_not_move() -> None:
-    (found,) = _found(_large(8, {3: 1, 7: 1}, trainable=False))
+    (found,) = _found(_large(8, {3: 1, 8: 1}, trainable=False))
     assert (found.ranks, found.first_step, found.severity) == ((2,), 3, "critical")
 
 

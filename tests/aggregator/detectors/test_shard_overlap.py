@@ -186,6 +186,24 @@ def test_a_model_that_gets_a_slice_of_each_batch_abstains() -> None:
     assert judge(rows, 2) == ("INSUFFICIENT_EVIDENCE", [])
 
 
+def test_a_model_that_gets_a_slice_along_another_dimension_abstains() -> None:
+    rows = train([[shuffled(0)]] * 2)
+    for rank in range(2):
+        for step in range(1, N // 4 + 1):
+            rows.add("input", rank=rank, step=step, source="batch", rows=4, elements=64)
+            rows.add("input", rank=rank, step=step, source="forward", rows=4, elements=32)
+    assert judge(rows, 2) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_a_model_that_gets_all_but_the_last_token_is_judged() -> None:
+    rows = train([[shuffled(0)]] * 2)
+    for rank in range(2):
+        for step in range(1, N // 4 + 1):
+            rows.add("input", rank=rank, step=step, source="batch", rows=4, elements=64)
+            rows.add("input", rank=rank, step=step, source="forward", rows=4, elements=60)
+    assert [f.ranks for f in judge(rows, 2)[1]] == [(0, 1)]
+
+
 def test_draws_with_replacement_may_meet() -> None:
     assert judge(train([[shuffled(0)]] * 2, replacement=True), 2) == ("NOT_APPLICABLE", [])
     assert judge(train([[shuffled(0)]] * 2, sampler_class="RASampler"), 2) == ("NOT_APPLICABLE", [])
