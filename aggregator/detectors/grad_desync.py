@@ -50,6 +50,8 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         return
     differing = [r for r in rows if r.name is not None]
     for parting in replicas.partings(differing, "reduced gradient"):
+        # clipping by the total norm carries one unreduced gradient into all others: a late tensor speaks first
+        parting = replace(parting, rows=tuple(sorted(parting.rows, key=lambda r: r.sharing != "late")))
         first = parting.rows[0]
         if first.settled:
             when = ", yet the parameters agree again after it: something evens them out"

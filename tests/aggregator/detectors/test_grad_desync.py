@@ -91,3 +91,11 @@ def test_gradients_of_local_training_whose_parameters_come_together_again_and_ag
     assert [f.severity for f in _found(rows, world_size=2)] == ["note"]
     rows.connection.execute("UPDATE param SET digest = [step + rank] WHERE stage = 'start' AND step > 4")
     assert [f.severity for f in _found(rows, world_size=2)] == ["critical"]
+
+
+def test_a_late_tensor_is_named_although_clipping_carried_its_difference_into_the_others() -> None:
+    rows = _rows({0: [1, 2], 1: [3, 4]})
+    rows.connection.execute("UPDATE tensor SET sharing = 'late' WHERE name = 'b'")
+    (found,) = _found(rows, world_size=2)
+    assert found.subject == "b"
+    assert "added after DDP was built" in found.summary
