@@ -62,7 +62,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 def run_of(here: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """run.json, node-00000.json and the exit rows by order of end of the only run."""
     (run,) = (here / "tdbg_runs").iterdir()
-    rows = [r for p in run.glob("tables/exit/node/*.parquet") for r in pq.read_table(p).to_pylist()]
+    rows = [r for p in run.glob("tables/exit/node=*/*.parquet") for r in pq.read_table(p).to_pylist()]
     node = json.loads((run / "node-00000.json").read_text())
     return json.loads((run / "run.json").read_text()), node, sorted(rows, key=lambda r: r["ended_ns"])
 
