@@ -18,21 +18,7 @@ from torch.utils.data import (
 )
 
 from kit.agent import read, record, running
-
-
-class Numbers(Dataset):
-    """Sample i is the number i, so that a batch tells which samples it holds."""
-
-    def __init__(self, n=37, fail=()):
-        self.n, self.fail = n, fail
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        if i in self.fail:
-            raise ValueError(f"sample {i} is broken")
-        return torch.tensor(float(i))
+from kit.numbers import Numbers
 
 
 class Stream(IterableDataset):
