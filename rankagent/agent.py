@@ -193,6 +193,9 @@ class Agent:
         self.phases, self.backwards, self.skipped, self.odd, self.scale = {}, 0, False, False, None
         self.fire("step_closed", info)
         self.landing.poll()
+        if self.landing.dropped:
+            self.recorder.lost(self.landing.dropped)
+            self.landing.dropped = 0
         guard.attempt(self._disagree, self.governor.review, step, self.role.rank, *self._agreement())
         self.watching = self.governor.watched(step + 1)
         self.recorder.update_state(step, time.time_ns())

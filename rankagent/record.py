@@ -130,6 +130,10 @@ class Recorder:
         """Count one probe that switched itself off; the reader then knows that the recording is incomplete."""
         self._disabled += 1
 
+    def lost(self, rows: int) -> None:
+        """Count rows that never came here, such as device values that had no room; the reader sees them as dropped."""
+        self._dropped += rows
+
     @property
     def dropped(self) -> int:
         return self._dropped

@@ -228,3 +228,12 @@ def test_a_nan_gradient_names_its_tensors(tmp_path):
 
     rows = [r for r in record(tmp_path, train)["grad"] if r["stage"] == "local"]
     assert [(r["step"], r["nonfinite"]) for r in rows][:2] == [(1, []), (2, [0, 1])]
+
+
+def test_device_values_without_room_are_counted_as_dropped_rows(tmp_path):
+    from tdbg.rankagent.readback import read_state
+
+    with running(tmp_path) as agent:
+        agent.landing.dropped = 2
+        train(1)
+    assert read_state(tmp_path / "records" / "rank-00000.0.1").dropped == 2
