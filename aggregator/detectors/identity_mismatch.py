@@ -1,6 +1,6 @@
 """Ranks run with different code, versions, arguments, settings or environment variables.
 
-Reads     identity (as it was at the first step)
+Reads     identity (as it was at the first step), tensor (the models that DDP was built on)
 Says      the keys that differ, each rank's value, the ranks that stand apart
 Unknown   which side is meant when two ranks differ
 Blind to  keys that the identity probe does not record; settings changed after the first step
@@ -38,10 +38,21 @@ WITH last AS (
     SELECT k.attempt, r.rank, k.key, '' AS value, k.must
     FROM (SELECT attempt, key, bool_or(must) AS must FROM last WHERE key LIKE 'env.%' GROUP BY ALL) k
     JOIN ranks r USING (attempt) ANTI JOIN last l ON l.attempt = k.attempt AND l.rank = r.rank AND l.key = k.key
+), model AS (  -- what DDP holds on each rank when the first step closes; it compares shapes itself, and no more
+    SELECT attempt, rank, model, name, peers,
+           concat_ws(' ', shape, dtype, CASE WHEN trainable THEN 'trained' ELSE 'frozen' END) AS value
+    FROM tensor WHERE step <= $last_step AND sharing IN ('ddp', 'late') AND peers <> ''
+    QUALIFY generation = max(generation) OVER (PARTITION BY attempt, rank)
+), holders AS (
+    SELECT DISTINCT attempt, rank, model, peers FROM model
+), signature AS (
+    SELECT h.attempt, h.rank, concat('model.', n.name) AS key, coalesce(m.value, '') AS value, TRUE AS must
+    FROM (SELECT DISTINCT attempt, model, peers, name FROM model) n
+    JOIN holders h USING (attempt, model, peers) LEFT JOIN model m USING (attempt, rank, model, peers, name)
 ), compared AS (
     SELECT attempt, key, bool_or(must) AS must, list(rank ORDER BY rank) AS ranks, list(value ORDER BY rank) AS vals,
            count(*) > 1 AND min(value) <> max(value) AS differs
-    FROM (SELECT * FROM last UNION ALL SELECT * FROM unset) GROUP BY attempt, key
+    FROM (FROM last UNION ALL BY NAME FROM unset UNION ALL BY NAME FROM signature) GROUP BY attempt, key
 ), extent AS (
     SELECT attempt, count(*) AS seen FROM ranks GROUP BY attempt
 )
@@ -50,7 +61,7 @@ FROM extent e LEFT JOIN (SELECT * FROM compared WHERE differs) c USING (attempt)
 """
 
 # Which key of one group of ranks says most: code explains settings, settings explain versions.
-FAMILIES = ("code.", "flag.", "precision.", "env.", "argv", "version.")
+FAMILIES = ("code.", "model.", "flag.", "precision.", "env.", "argv", "version.")
 SHOWN_KEYS, SHOWN_RANKS, SHOWN_TEXT = 8, 4, 120  # enough to see the difference on one screen
 
 
@@ -130,8 +141,8 @@ def _weight(row: Row) -> tuple[bool, int, str]:
 
 
 def _severity(members: Sequence[Row]) -> Severity:
-    if any(r.must and (r.key or "").startswith("code.") for r in members):
-        return "critical"  # other code computes something else; a setting may not matter
+    if any(r.must and (r.key or "").startswith(("code.", "model.")) for r in members):
+        return "critical"  # other code or another model computes something else; a setting may not matter
     return "warning" if any(r.must for r in members) else "note"
 
 

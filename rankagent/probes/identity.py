@@ -14,10 +14,10 @@ import platform
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import torchprivate
+from .. import guard, torchprivate
 from ..agent import Emit, StepInfo
 from ..patch import Undo
 from ..tables import Column, Table
@@ -43,6 +43,33 @@ PER_RANK = (
     "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ACCELERATE_TORCH_DEVICE", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 SHOULD_BE_EQUAL = ("NCCL_", "GLOO_", "UCX_", "MALLOC_", "CUDA_CACHE", "LD_LIBRARY_PATH")
+# What decides in which precision and by which kernels a program computes: name of the key -> where torch keeps it.
+FLAGS = {
+    "deterministic_algorithms": "are_deterministic_algorithms_enabled",
+    "deterministic_warn_only": "is_deterministic_algorithms_warn_only_enabled",
+    "fill_uninitialized_memory": "utils.deterministic.fill_uninitialized_memory",
+    "float32_matmul_precision": "get_float32_matmul_precision",
+    "default_dtype": "get_default_dtype",
+    "anomaly_detection": "is_anomaly_enabled",
+    "fp32_precision": "backends.fp32_precision",
+    "mkldnn.enabled": "backends.mkldnn.enabled",
+    "mkldnn.deterministic": "backends.mkldnn.deterministic",
+    "mkldnn.matmul.fp32_precision": "backends.mkldnn.matmul.fp32_precision",
+    "cudnn.enabled": "backends.cudnn.enabled",
+    "cudnn.benchmark": "backends.cudnn.benchmark",
+    "cudnn.deterministic": "backends.cudnn.deterministic",
+    "cudnn.allow_tf32": "backends.cudnn.allow_tf32",
+    "cudnn.conv.fp32_precision": "backends.cudnn.conv.fp32_precision",
+    "cuda.matmul.allow_tf32": "backends.cuda.matmul.allow_tf32",
+    "cuda.matmul.fp32_precision": "backends.cuda.matmul.fp32_precision",
+    "cuda.matmul.fp16_reduced": "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.bf16_reduced": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.fp16_accumulation": "backends.cuda.matmul.allow_fp16_accumulation",
+    "sdp.flash": "backends.cuda.flash_sdp_enabled",
+    "sdp.mem_efficient": "backends.cuda.mem_efficient_sdp_enabled",
+    "sdp.math": "backends.cuda.math_sdp_enabled",
+    "sdp.cudnn": "backends.cuda.cudnn_sdp_enabled",
+}
 SOURCE_LIMIT = 2000  # user modules hashed at most
 PACKAGES = ("torch", "numpy", "transformers", "accelerate", "lightning", "pytorch_lightning", "datasets", "deepspeed",
             "peft", "torchvision", "torchaudio", "flash_attn", "apex", "triton", "bitsandbytes")  # fmt: skip
@@ -83,11 +110,15 @@ def install(emit: Emit) -> Undo:
             version = getattr(sys.modules.get(name), "__version__", None)
             if isinstance(version, str):
                 put(f"version.{name}", version, "must")
+        put("version.torch_build", agent.torch.version.git_version, "should")
+        put("packages", packages(sys.path), "should")
         put("argv", json.dumps(sys.argv), "must")  # some programs rewrite it
         cuda = agent.torch.cuda
         if cuda.is_initialized():
             put("device.name", cuda.get_device_name(), "should")
             put("device.capability", cuda.get_device_capability(), "should")
+            put("version.cuda", agent.torch.version.cuda, "must")
+            put("version.cudnn", agent.torch.backends.cudnn.version(), "should")
         put("backend", dist.get_backend() if (dist := torchprivate.distributed(agent.torch)) else "none", "must")
         for module, digest in sources().items():
             put(f"code.{module}", digest, "must")
@@ -123,16 +154,27 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def flags(torch: Any) -> dict[str, Any]:
-    """Precision and determinism settings of torch, read without initialising a device."""
-    found = {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "default_dtype": torch.get_default_dtype(),
-        "anomaly_detection": torch.is_anomaly_enabled(),
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-    }
+    """Precision and determinism settings of torch, read without initialising a device.
+
+    A setting that this torch lacks or can't tell is left out: reading one after its older and its newer form were both
+    used raises.
+    """
+    found = {}
+    for name, path in FLAGS.items():
+        value = guard.attempt(lambda e: None, _look_up, torch, path)
+        if value is not None:
+            found[name] = value
     return found
+
+
+def _look_up(torch: Any, path: str) -> Any:
+    """A dotted path below torch; None where a part is absent. Functions are called."""
+    value = torch
+    for part in path.split("."):
+        value = getattr(value, part, None)
+        if value is None:
+            return None
+    return value() if callable(value) else value
 
 
 def autocast(torch: Any) -> str:
@@ -148,6 +190,17 @@ def capability(torch: Any) -> str:
     """The CPU kernels that torch chose, e.g. AVX2."""
     get = getattr(torch.backends.cpu, "get_cpu_capability", None)
     return str(get()) if get is not None else "unknown"
+
+
+def packages(path: Sequence[str]) -> str:
+    """Digest of the names and versions of all installed packages, from the names of their metadata folders."""
+    found = set()
+    for folder in path:
+        try:
+            found |= {n for n in os.listdir(folder or ".") if n.endswith((".dist-info", ".egg-info"))}
+        except OSError:
+            continue
+    return hashlib.blake2b("\n".join(sorted(found)).encode(), digest_size=8).hexdigest()
 
 
 def sources() -> dict[str, str]:

@@ -237,3 +237,14 @@ def test_device_values_without_room_are_counted_as_dropped_rows(tmp_path):
         agent.landing.dropped = 2
         train(1)
     assert read_state(tmp_path / "records" / "rank-00000.0.1").dropped == 2
+
+
+def test_a_flag_that_torch_refuses_to_tell_hides_no_other(monkeypatch):
+    def refuse():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    found = importlib.import_module("tdbg.rankagent.probes.identity").flags(torch)
+    assert "float32_matmul_precision" not in found
+    assert found["deterministic_algorithms"] is False
+    assert found["mkldnn.enabled"] is True

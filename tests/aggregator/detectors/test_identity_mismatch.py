@@ -94,3 +94,43 @@ def test_the_last_value_by_the_first_step_counts_and_later_ones_do_not() -> None
 def test_a_silent_rank_is_not_called_equal() -> None:
     assert judge(ranks({}, {}), 3) == ("INSUFFICIENT_EVIDENCE", [])
     assert judge(ranks({}), 1) == ("NOT_APPLICABLE", [])
+
+
+def models(*trained: dict[str, bool], **more: Any) -> Rows:
+    """A DDP model per rank: its tensors by name and whether they are trained."""
+    rows = ranks(*({} for _ in trained))
+    peers = ",".join(str(r) for r in range(len(trained)))
+    columns = {"generation": 1, "model_type": "Net", "shape": "4", "dtype": "float32", "sharing": "ddp", "peers": peers}
+    for rank, tensors in enumerate(trained):
+        for index, (name, trainable) in enumerate(tensors.items()):
+            rows.add(
+                "tensor", **(columns | {"rank": rank, "index": index, "name": name, "trainable": trainable} | more)
+            )
+    return rows
+
+
+def test_a_tensor_frozen_on_one_rank_of_a_ddp_model_is_critical() -> None:
+    _, (f,) = judge(models({"a": True, "b": True}, {"a": True, "b": False}, {"a": True, "b": True}))
+    assert (f.ranks, f.subject, f.severity) == ((1,), "model.b", "critical")
+    assert [(e.value, e.expected) for e in f.evidence] == [("4 float32 frozen", "4 float32 trained")]
+
+
+def test_a_tensor_that_one_rank_of_a_ddp_model_lacks() -> None:
+    _, (f,) = judge(models({"a": True}, {"a": True, "extra": True}, {"a": True}))
+    assert (f.ranks, f.subject, f.evidence[0].expected) == ((1,), "model.extra", "(not set)")
+
+
+def test_models_that_are_no_replicas_may_differ() -> None:
+    different = ({"a": True}, {"b": True}, {"a": False})
+    assert judge(models(*different, sharing="plain")) == ("CLEAR", [])
+    assert judge(models(*different, peers="")) == ("CLEAR", [])
+    # a rank whose catalogue was never written says nothing about its model
+    assert judge(models({"a": True}, {}, {"a": True})) == ("CLEAR", [])
+
+
+def test_tensors_frozen_later_on_are_the_training_s_own_business() -> None:
+    rows = models({"a": True}, {"a": True}, {"a": True})
+    rows.add(
+        "tensor", rank=1, step=50, generation=2, name="a", shape="4", dtype="float32", sharing="ddp", peers="0,1,2"
+    )
+    assert judge(rows) == ("CLEAR", [])
