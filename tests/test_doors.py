@@ -17,6 +17,19 @@ AGENT = Path(contract.__file__).parent
 FIRST_DOOR = AGENT / "bootstrap"
 SECOND_DOOR = Path(__file__).parents[1] / "scripts" / "tdbg.pth"
 LOADED = "import sys; print('_tdbg_agent' in sys.modules)"
+# Run with -S. Some distributions' interpreters have a sitecustomize of their own, which is then the user's.
+NO_OTHER = """
+import sys
+class OnlyTheFirst:
+    seen = []
+    def find_spec(self, name, path=None, target=None):
+        if name == "sitecustomize":
+            self.seen.append(name)
+            if len(self.seen) > 1:
+                raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, OnlyTheFirst())
+import sitecustomize
+"""
 
 
 def python(
@@ -83,9 +96,8 @@ def test_the_users_own_sitecustomize_behind_ours_runs_and_is_the_one_in_sys_modu
 
 
 def test_without_a_sitecustomize_of_the_users_ours_stays_and_is_complete() -> None:
-    code = "import sitecustomize as s; print(s.loaded, repr(s.not_started))"
-    assert python("-I", "-c", "import sitecustomize")[2] == 1, "this interpreter has one of its own: nothing is tested"
-    assert python("-c", code) == ("True ''\n", "", 0)
+    code = f"{NO_OTHER}print(OnlyTheFirst.seen, sitecustomize.loaded, repr(sitecustomize.not_started))"
+    assert python("-S", "-c", code) == ("['sitecustomize', 'sitecustomize'] True ''\n", "", 0)
 
 
 @pytest.mark.parametrize("fault", ["raise RuntimeError('mine')", "import no_such_module", "import sys; sys.exit(7)"])
@@ -199,7 +211,8 @@ def test_a_broken_agent_leaves_the_program_alone_and_can_be_asked_why(
     tmp_path: Path, afterimport: str | None, why: str
 ) -> None:
     door = agent_with(tmp_path / "copy", afterimport)
-    out, err, code = python("-c", "import sitecustomize; print(sitecustomize.not_started)", boot=door)
+    assert python("-c", "print('main')", boot=door) == ("main\n", "", 0)
+    out, err, code = python("-S", "-c", f"{NO_OTHER}print(sitecustomize.not_started)", boot=door)
     assert (out[: len(why)], err, code) == (why, "", 0)
 
 

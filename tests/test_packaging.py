@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("packaging")  # the tests share what one job or build left
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("launcher", "rankagent", "aggregator")
 LOADED = "import sys; print('_tdbg_agent' in sys.modules)"

@@ -13,6 +13,8 @@ import pytest
 
 from kit.job import Ended, job, run
 
+pytestmark = pytest.mark.xdist_group("gradients")  # the tests share what one job or build left
+
 SCRIPT = """
 import contextlib, json, os
 import torch
