@@ -108,7 +108,8 @@ class Agent:
         self._undos: list[Undo] = []
         _leave_in_forked_children(self)
         self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
-        self.look_at_batch: Callable[[Any], None] = lambda data: None  # set by the inputs probe
+        self.scan_batch: Callable[[Any], Any] = lambda data: None  # set by the inputs probe: what a fetched batch holds
+        self.batch_handed: Callable[[Any], None] = lambda scan: None  # and: training got the batch of that scan
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
         self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
 

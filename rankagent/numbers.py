@@ -7,14 +7,17 @@ from typing import Any
 
 
 class Numbers:
-    """`of` numbers an object, `find` only looks. A freed object's number is not given again."""
+    """`of` numbers an object, `find` only looks. A freed object's number is not given again.
+
+    Objects that can't be referred to weakly, such as lists, have none: -1.
+    """
 
     def __init__(self) -> None:
         self._known: list[weakref.ReferenceType[Any]] = []
 
     def of(self, item: Any) -> int:
         known = self.find(item)
-        if known < 0:
+        if known < 0 and type(item).__weakrefoffset__:
             self._known.append(weakref.ref(item))
             known = len(self._known) - 1
         return known

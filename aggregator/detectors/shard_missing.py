@@ -48,12 +48,12 @@ WITH pass AS (
     SELECT p.*, t.samples, t.largest, t.last_step, t.first_step,
            p.whole OR (l.batches > 0 AND t.batches >= l.batches) AS over,
            l.iterable, l.replacement, l.chain, l.drop_last, l.batch_size,
-           l.sampler_class = 'RandomSampler' AND l.samples >= 0 AND l.samples <
-               coalesce(TRY_CAST(json_extract_string(l.chain[-1], '$[1]') AS BIGINT), 0) AS capped,
+           (l.sampler_class LIKE '%RandomSampler' OR l.sharers > 1) AND l.samples >= 0 AND l.samples <
+               coalesce(TRY_CAST(json_extract_string(l.chain[-1], '$[1]') AS BIGINT), 0) AS capped, l.skipped,
            coalesce(s.class_name, l.sampler_class) AS sampler_class, coalesce(s.replicas, 0) AS replicas,
            CASE WHEN s.drop_last AND s.replicas > 0 THEN greatest(s.length, 0) % s.replicas ELSE 0 END AS split_tail,
-           CASE WHEN l.drop_last AND l.batch_size > 0 THEN greatest(l.samples, 0) % l.batch_size ELSE 0 END
-               AS batch_tail,
+           CASE WHEN l.drop_last AND l.batch_size > 0  -- one sampler dealt to several ranks has one remainder
+                THEN ceil((greatest(l.samples, 0) % (l.batch_size * l.sharers)) / l.sharers) ELSE 0 END AS batch_tail,
            EXISTS (SELECT 1 FROM alone a WHERE a.rank = p.rank AND a.attempt = p.attempt) AS alone
     FROM pass p JOIN taken t USING (rank, attempt, pid, loader, iterator)
     JOIN layered l USING (rank, attempt, pid, loader, iterator)
@@ -70,7 +70,7 @@ WITH pass AS (
            bool_or(replacement) AS replacement, bool_or(alone) AS alone, any_value(sampler_class) AS sampler_class,
            max(replicas) AS replicas, max(split_tail) AS split_tail, sum(batch_tail) AS batch_tail,
            bool_or(drop_last) AS drop_last, max(batch_size) AS batch_size, max(largest) AS largest,
-           sum(samples) AS samples, bool_or(capped) AS capped,
+           sum(samples) AS samples, bool_or(capped) AS capped, max(skipped) AS skipped,
            max(last_step) AS last_step, min(first_step) AS first_step, list(rank ORDER BY rank) AS who
     FROM told GROUP BY ALL
 ), common AS (
@@ -114,8 +114,8 @@ WITH pass AS (
     ) ANTI JOIN covered USING (attempt, nth_loader, nth_pass, id) GROUP BY ALL
 )
 SELECT j.attempt, j.nth_loader, j.nth_pass, j.who, j.over, j.iterable, j.replacement, j.alone, j.sampler_class,
-       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.largest, j.samples, j.capped, j.first_step,
-       j.last_step, j.class_name, j.length, j.consumed, j.vague, coalesce(g.ids, [])
+       j.replicas, j.split_tail, j.batch_tail, j.drop_last, j.batch_size, j.largest, j.samples, j.capped, j.skipped,
+       j.first_step, j.last_step, j.class_name, j.length, j.consumed, j.vague, coalesce(g.ids, [])
 FROM judged j LEFT JOIN gone g USING (attempt, nth_loader, nth_pass)
 ORDER BY j.attempt, j.nth_loader, j.nth_pass
 """
@@ -138,7 +138,8 @@ class Row(NamedTuple):
     batch_size: int  # -1 where a sampler of batches decides
     largest: int  # samples in a batch
     samples: int
-    capped: bool  # a RandomSampler was told how many samples to draw
+    capped: bool  # the sampler was told how many samples to draw
+    skipped: int  # batches left out at the start, consumed before the pass was resumed
     first_step: int
     last_step: int
     class_name: str
@@ -172,6 +173,8 @@ def _why_unsure(row: Row, run: RunFacts) -> Abstention | None:
         return Abstention("INSUFFICIENT_EVIDENCE", "iterable data has no known length and no ids")
     if row.replacement or row.capped:
         return Abstention("NOT_APPLICABLE", "the sampler draws with replacement, or only a set number of samples")
+    if row.skipped:
+        return Abstention("INSUFFICIENT_EVIDENCE", "the pass was resumed: what was consumed before is not known")
     if row.alone:
         return Abstention("INSUFFICIENT_EVIDENCE", "no process group is known to join the ranks' models")
     if len(row.ranks) < run.world_size:

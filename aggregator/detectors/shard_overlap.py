@@ -57,7 +57,7 @@ WITH agreed AS (  -- unwrapped models whose weights agree after one of the first
     SELECT p.*, l.iterable, l.dataset_class, l.dataset_length, l.dataset_digest, l.levels,
            coalesce(CASE WHEN s.length > 0 THEN s.length END,
                     TRY_CAST(json_extract_string(TRY_CAST(l.levels AS JSON), '$[#-1][1]') AS BIGINT),
-                    l.dataset_length) AS dealt, l.batch_size, l.replacement,
+                    l.dataset_length) AS dealt, l.batch_size, l.replacement, l.dispatched,
            coalesce(s.class_name, l.sampler_class) AS sampler_class, coalesce(s.replicas, 0) AS replicas,
            coalesce(r.relation, 'replicas') AS relation,
            CASE r.relation WHEN 'replicas' THEN r.ddp_peers WHEN 'plain' THEN r.signature::VARCHAR
@@ -129,7 +129,7 @@ WITH agreed AS (  -- unwrapped models whose weights agree after one of the first
     WHERE i.source = 'forward' GROUP BY ALL
 )
 SELECT m.attempt, m.nth_loader, m.nth_pass, m.cohort::VARCHAR, m.rank, m.members, m.relation, m.iterable,
-       m.length, m.dataset_digest, m.batch_size, m.replacement, m.sampler_class, m.replicas, t.samples,
+       m.length, m.dataset_digest, m.batch_size, m.replacement, m.dispatched, m.sampler_class, m.replicas, t.samples,
        coalesce(u.used, 0), coalesce(u.repeats, 0), coalesce(h.affected, 0), coalesce(h.body, 0), coalesce(h.seen, 0),
        coalesce(h.same, 0), coalesce(c.recurring, 0), coalesce(c.fixed, 0), coalesce(s.sliced, FALSE),
        coalesce(h.sharers, 0), coalesce(h.first_step, 0), coalesce(h.last_step, 0)
@@ -162,6 +162,7 @@ class Row(NamedTuple):
     digest: str
     batch_size: int
     replacement: bool
+    dispatched: int  # ranks that rank 0 reads for
     sampler_class: str
     replicas: int  # parts that its DistributedSampler makes; 0 without one
     samples: int
@@ -206,6 +207,8 @@ def _judge(rows: Sequence[Row]) -> Finding | Abstention | None:
         return _unsure(f"no other rank reads data like that of {ranks_text([first.rank])}")
     if any(r.replacement or REPEATED_BY_DESIGN.search(r.sampler_class) for r in rows):
         return Abstention("NOT_APPLICABLE", "samples are drawn with replacement or repeated on purpose")
+    if any(r.dispatched for r in rows):
+        return Abstention("NOT_APPLICABLE", "rank 0 reads for all ranks and deals each its part")
     if first.relation == "unknown":
         return _unsure("no process group is known to join the ranks' models")
     if first.relation == "apart":

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from ..agent import Emit, now_ns
+from ..dataset import Level, dataset_digest, length, levels, root_ids
 from ..numbers import Numbers
 from ..patch import Undo, replace, undo_all
-from ..samples import batch_size, dataset_digest, indices_digest, levels, root_ids, sample_digests
+from ..readahead import Discarded, Following, Waiting
+from ..samples import batch_size, sample_digests
 from ..tables import Column, Table
 from .rng import signed
-from .sampler import length
 
 LOADER = Table("loader", (
     Column("loader", "int32", "", "loader of this process, in the order of first iteration"),
@@ -31,8 +33,12 @@ LOADER = Table("loader", (
     Column("shuffle", "int32", "", "1 shuffled, 0 in order, -1 unknown"),
     Column("replacement", "bool", "", "samples are drawn with replacement or by weight"),
     Column("batches", "int64", "", "len(loader); -1 unknown"),
-    Column("samples", "int64", "", "len(sampler); -1 unknown"),
+    Column("samples", "int64", "", "len(innermost sampler); -1 unknown"),
+    Column("sharers", "int32", "", "ranks that the batches of this one sampler are dealt to; 1: it is this rank's own"),
+    Column("dispatched", "int32", "", "ranks that rank 0 reads for, which then knows the ids of them all; 0: each reads for itself"),
+    Column("skipped", "int64", "", "batches left out at the start, consumed before the pass was resumed"),
     Column("iterable", "bool", "", "iterable data set: no ids"),
+    Column("dataset", "int32", "", "root data set of this process, in the order of first use; -1 unknown"),
     Column("dataset_class", "text", "", "class of the root data set"),
     Column("dataset_length", "int64", "", "length of the root data set; -1 unknown"),
     Column("dataset_digest", "text", "", "digest of the root data set's own attributes (tensors, arrays, lists sampled); empty unknown"),
@@ -65,10 +71,23 @@ REPLACEMENT = ("WeightedRandomSampler",)
 class Pass:
     """What is known of one pass over a loader, kept on torch's own iterator."""
 
-    def __init__(self, loader: int, number: int, chain: list[Any], iterable: bool, sampler_iter: Any) -> None:
+    def __init__(self, loader: int, number: int, chain: list[Level], iterable: bool, sampler_iter: Any) -> None:
         self.loader, self.number, self.chain, self.iterable = loader, number, chain, iterable
         self.sampler_iter = sampler_iter
         self.index = 0
+
+
+@dataclass
+class Fetched:
+    """A batch that a loader gave, until training gets it. Holds no data of the user's."""
+
+    of: Pass
+    size: int
+    ids: list[int]
+    digests: list[int]
+    wait_ns: int
+    scan: Any  # what the inputs probe saw in it
+    end: str
 
 
 class Indices:
@@ -103,7 +122,7 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     loaders = agent.torch.utils.data.dataloader
     base, multi = loaders._BaseDataLoaderIter, loaders._MultiProcessingDataLoaderIter
-    numbers = Numbers()
+    numbers, roots = Numbers(), Numbers()
     passes: dict[int, int] = {}
 
     def indices(iterator: Any) -> Indices:
@@ -153,62 +172,152 @@ def install(emit: Emit) -> Undo:
             except BaseException as e:
                 emit.guarded(took, iterator, None, started, now_ns(), type(e).__name__)
                 raise
-            ended = now_ns()
-            emit.guarded(took, iterator, data, started, ended, "")
-            agent.look_at_batch(data)
+            emit.guarded(took, iterator, data, started, now_ns(), "")
             agent.phase = "other"
             return data
 
         return __next__
 
     def took(iterator: Any, data: Any, started: int, ended: int, end: str) -> None:
+        waiting = following.fetching
         agent.add_phase("data", ended - started)
-        agent.batch_fetched()
-        this = iterator.__dict__.get("_tdbg_pass")
-        if this is None or this.sampler_iter is not iterator._sampler_iter:
-            this = iterator.__dict__["_tdbg_pass"] = begin(iterator)
         index = indices(iterator).take(iterator) if end != "StopIteration" else None
-        ids, size, digests = [], -1, []
+        if isinstance(waiting, Discarded):
+            return
+        agent.batch_fetched()
+        this = pass_of(iterator, waiting, end)
+        ids: list[int] = []
+        digests: list[int] = []
+        size = -1
         if end == "":
             listed = index if isinstance(index, (list, tuple)) else [index]
-            ids = (
-                [] if this.iterable or index is None or len(listed) > IDS_LIMIT else root_ids(this.chain, list(listed))
-            )
+            known = not (this.iterable or index is None or len(listed) > IDS_LIMIT)
+            ids = root_ids(this.chain, list(listed)) if known else []
             size = len(listed) if ids else batch_size(data)
-            # where there are ids, the content is looked at in watched steps only: it proves that two ranks' sets are one
-            looked = 0 < size <= IDS_LIMIT and (agent.watching or not ids)
-            digests = sample_digests(data, size) if looked else []
-        emit(BATCH, (this.loader, this.number, this.index, size, ended - started, agent.backwards_total,
-                     agent.torch.is_grad_enabled()), (ids, digests, end))  # fmt: skip
-        this.index += 1
+            digests = digests_of(data, size, bool(ids)) if waiting is None or not waiting.ranks else []
+        fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else None, end)
+        if waiting is None:
+            hand(fetched)
+        elif end == "":
+            waiting.add(fetched)
+        else:
+            waiting.ends.append(fetched)
 
-    def begin(iterator: Any) -> Pass:
+    def digests_of(data: Any, size: int, has_ids: bool) -> list[int]:
+        # where there are ids, the content is looked at in watched steps only: it proves that two ranks' sets are one
+        return sample_digests(data, size) if 0 < size <= IDS_LIMIT and (agent.watching or not has_ids) else []
+
+    def hand(fetched: Fetched) -> None:
+        """Training gets the batch now: it belongs to the step in progress."""
+        emit(BATCH, (fetched.of.loader, fetched.of.number, fetched.of.index, fetched.size, fetched.wait_ns,
+                     agent.backwards_total, agent.torch.is_grad_enabled()),
+             (fetched.ids, fetched.digests, fetched.end))  # fmt: skip
+        fetched.of.index += 1
+        agent.batch_handed(fetched.scan)
+
+    def hand_group(group: list[Fetched], data: Any, waiting: Waiting) -> None:
+        if waiting.ranks:
+            emit.guarded(hand_share, group, data, waiting)
+            return
+        for fetched in group:
+            emit.guarded(hand, fetched)
+
+    def hand_share(group: list[Fetched], data: Any, waiting: Waiting) -> None:
+        """This rank's part of what rank 0 read for all: rank 0 alone knows the ids, which are those of all parts."""
+        ids = [i for fetched in group for i in fetched.ids]
+        size = batch_size(data)
+        agent.batch_fetched()
+        hand(Fetched(pass_of(waiting.iterator, waiting, ""), size, ids, digests_of(data, size, bool(ids)),
+                     sum(fetched.wait_ns for fetched in group), agent.scan_batch(data), ""))  # fmt: skip
+
+    def end_passes(waiting: Waiting) -> None:
+        if waiting.ranks and waiting.iterator is not None:
+            this = pass_of(waiting.iterator, waiting, "StopIteration")
+            waiting.ends[:] = [Fetched(this, -1, [], [], 0, None, "StopIteration")]
+        for fetched in waiting.ends:
+            emit.guarded(hand, fetched)
+
+    def pass_of(iterator: Any, waiting: Waiting | None, end: str) -> Pass:
+        this: Pass | None = iterator.__dict__.get("_tdbg_pass")
+        if this is None or this.sampler_iter is not iterator._sampler_iter:
+            this = iterator.__dict__["_tdbg_pass"] = begin(iterator, waiting, end)
+        return this
+
+    def begin(iterator: Any, waiting: Waiting | None, end: str) -> Pass:
         sampler = iterator._index_sampler
         number = numbers.of(sampler)
         passes[number] = passes.get(number, -1) + 1
         chain = levels(iterator._dataset)
         iterable = iterator._dataset_kind == loaders._DatasetKind.Iterable
-        describe(iterator, number, passes[number], chain, iterable)
+        samplers = sampler_chain(sampler)
+        skipped = next((s.skip_batches for s in samplers if isinstance(getattr(s, "skip_batches", None), int)), 0)
+        skipped += max(0, getattr(iterator, "_num_yielded", 0) - (end == ""))
+        if waiting is not None:
+            skipped += waiting.skip
+        describe(iterator, number, chain, samplers, skipped, waiting.ranks if waiting is not None else 0)
         return Pass(number, passes[number], chain, iterable, iterator._sampler_iter)
 
-    def describe(iterator: Any, number: int, this: int, chain: list[Any], iterable: bool) -> None:
-        index_sampler = iterator._index_sampler
-        inner = getattr(index_sampler, "sampler", index_sampler)
+    def describe(iterator: Any, number: int, chain: list[Level], samplers: list[Any], skipped: int, ranks: int) -> None:
+        iterable = iterator._dataset_kind == loaders._DatasetKind.Iterable
+        inner = samplers[-1]
         kind = type(inner).__name__
-        shuffle = getattr(inner, "shuffle", {"RandomSampler": True, "SequentialSampler": False}.get(kind))
+        size, drop_last = batching(samplers)
         workers = getattr(iterator, "_num_workers", 0)
         processes = getattr(iterator, "_workers", None) or [None]
         start = getattr(processes[0], "_start_method", None) or agent.torch.multiprocessing.get_start_method()
-        shape = [[type(d).__name__, length(d), indices_digest(d)] for d in chain]
+        shape = [[level.name, level.length, level.digest()] for level in chain]
+        batches = -1 if iterable else length(samplers[0])
+        if ranks and batches >= 0:
+            batches = batches // ranks if drop_last else -(-batches // ranks)
         emit(LOADER, (
-            number, this, workers, getattr(index_sampler, "batch_size", None) or -1,
-            bool(getattr(index_sampler, "drop_last", False)), agent.samplers.find(inner),
-            -1 if not isinstance(shuffle, bool) else int(shuffle),
-            bool(getattr(inner, "replacement", False)) or kind in REPLACEMENT,
-            -1 if iterable else length(index_sampler), -1 if iterable else length(inner), iterable,
-            -1 if iterable else length(chain[0]), signed(iterator._base_seed) if workers else 0,
-            getattr(iterator, "_worker_init_fn", None) is not None,
-        ), (start if workers else "", kind, type(chain[0]).__name__, dataset_digest(chain[0]), json.dumps(shape)))  # fmt: skip
+            number, passes[number], workers, size, drop_last, agent.samplers.find(inner), shuffles(inner),
+            bool(getattr(inner, "replacement", False)) or kind in REPLACEMENT, batches,
+            -1 if iterable else length(inner), sharers(samplers), ranks, skipped, iterable,
+            roots.of(chain[0].dataset), -1 if iterable else chain[0].length,
+            signed(iterator._base_seed) if workers else 0, getattr(iterator, "_worker_init_fn", None) is not None,
+        ), (start if workers else "", kind, chain[0].name, dataset_digest(chain[0].dataset), json.dumps(shape)))  # fmt: skip
 
+    def shuffles(sampler: Any) -> int:
+        samplers = agent.torch.utils.data
+        known = True if isinstance(sampler, samplers.RandomSampler) else None
+        known = False if isinstance(sampler, samplers.SequentialSampler) else known
+        shuffle = getattr(sampler, "shuffle", known)
+        return int(shuffle) if isinstance(shuffle, bool) else -1
+
+    following = Following(lambda: agent.live, agent.switch_off(emit.name), hand_group, end_passes, reset)
     return undo_all([replace(base, "_next_index", next_index), replace(base, "__next__", fetch),
-                     replace(multi, "_reset", reset)])  # fmt: skip
+                     replace(multi, "_reset", reset), following.undo])  # fmt: skip
+
+
+def sampler_chain(index_sampler: Any) -> list[Any]:
+    """Samplers from what the loader asks to the innermost: batch samplers that wrap others, then their sampler."""
+    chain = [index_sampler]
+    while len(chain) < 8:
+        below = getattr(chain[-1], "batch_sampler", None)
+        below = getattr(chain[-1], "sampler", None) if below is None else below
+        if not hasattr(below, "__iter__"):
+            break
+        chain.append(below)
+    return chain
+
+
+def batching(samplers: list[Any]) -> tuple[int, bool]:
+    """(declared batch size of one rank, -1 for none; whether a batch sampler drops what fills no batch)."""
+    size, drop_last = -1, False
+    for sampler in samplers[:-1] or samplers:
+        declared = getattr(sampler, "batch_size", None)
+        if size < 0 and isinstance(declared, int):
+            split = getattr(sampler, "split_batches", False) is True
+            size = declared // max(1, sharers(samplers)) if split else declared
+        drop_last = drop_last or getattr(sampler, "drop_last", False) is True
+    return size, drop_last
+
+
+def sharers(samplers: list[Any]) -> int:
+    """Ranks that the batches of one sampler are dealt to, as by accelerate's BatchSamplerShard; 1 for an ordinary one."""
+    parts = 1
+    for sampler in samplers:
+        dealt = getattr(sampler, "num_processes", 1)
+        if hasattr(sampler, "batch_sampler") and isinstance(dealt, int):
+            parts *= max(1, dealt)
+    return parts

@@ -8,11 +8,11 @@ Blind to  tensors on an accelerator between watched steps; inputs made inside th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..agent import Emit, StepInfo
+from ..leaves import leaves
 from ..patch import Undo
 from ..tables import Column, Table
 
@@ -30,7 +30,6 @@ TABLE = Table("input", (
 
 
 EVERY_STEP_ELEMENTS = 1 << 18  # 0.1 ms on one core; larger tensors wait for a watched step
-DEPTH = 4
 ROWS_LIMIT = 32
 
 
@@ -39,10 +38,9 @@ def install(emit: Emit) -> Undo:
     done: dict[str, Scan] = {}
     seen: dict[tuple[int, int, int], Bad | None] = {}  # tensors looked at in this step, and what was found in them
 
-    def look(source: str, data: Any) -> None:
-        torch = agent.torch
-        scan = done.setdefault(source, Scan())
-        for path, tensor in leaves(torch, data, "", DEPTH):
+    def scan_of(data: Any) -> Scan:
+        torch, scan = agent.torch, Scan()
+        for path, tensor in leaves(data):
             if scan.rows < 0 and tensor.dim():
                 scan.rows, scan.elements = tensor.shape[0], tensor.numel()
             if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
@@ -57,11 +55,17 @@ def install(emit: Emit) -> Undo:
                 odd = not math.isfinite(tensor.detach().sum().item())
                 seen[key] = nonfinite_in(torch, tensor.detach()) if odd else None
             scan.note(path, seen[key])
+        return scan
+
+    def note(source: str, scan: Scan | None) -> None:
+        if scan is None:
+            return
+        done.setdefault(source, Scan()).add(scan)
         if scan.nonfinite:
             agent.alarm()
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
-        look("forward", args if not kwargs else (*args, kwargs) if args else kwargs)
+        note("forward", scan_of(args if not kwargs else (*args, kwargs) if args else kwargs))
 
     def write(step: int, watched: bool) -> None:
         for source, s in done.items():
@@ -81,7 +85,8 @@ def install(emit: Emit) -> Undo:
     def close() -> None:
         write(agent.window.step, True)  # what a step that never ended was given
 
-    agent.look_at_batch = lambda data: emit.guarded(look, "batch", data)
+    agent.scan_batch = lambda data: emit.guarded(scan_of, data)
+    agent.batch_handed = lambda scan: emit.guarded(note, "batch", scan)
     emit.on("forward_begin", forward)
     emit.on("step_closed", closed)
     emit.on("close", close)
@@ -89,7 +94,7 @@ def install(emit: Emit) -> Undo:
 
 
 class Scan:
-    """What was seen of one source in the step in progress."""
+    """What was seen of one batch or call, or of all of one source in the step in progress."""
 
     def __init__(self) -> None:
         self.tensors = self.nonfinite = self.skipped = 0
@@ -102,6 +107,16 @@ class Scan:
         if not self.nonfinite:
             self.path, self.dtype, self.positions = path, bad.dtype, bad.positions
         self.nonfinite += bad.count
+
+    def add(self, other: Scan) -> None:
+        """Count in what was seen of a further batch or call."""
+        if self.rows < 0:
+            self.rows, self.elements = other.rows, other.elements
+        if other.nonfinite and not self.nonfinite:
+            self.path, self.dtype, self.positions = other.path, other.dtype, other.positions
+        self.tensors += other.tensors
+        self.skipped += other.skipped
+        self.nonfinite += other.nonfinite
 
 
 @dataclass(frozen=True)
@@ -121,15 +136,3 @@ def nonfinite_in(torch: Any, tensor: Any) -> Bad | None:
         return None
     rows = bad.reshape(bad.shape[0], -1).any(1).nonzero() if bad.dim() else bad.reshape(1).nonzero()
     return Bad(count, str(tensor.dtype).removeprefix("torch."), rows.flatten()[:ROWS_LIMIT].tolist())
-
-
-def leaves(torch: Any, data: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """(path, tensor) of the tensors in nested tuples, lists and mappings, in order; paths read like Python indexing."""
-    if isinstance(data, torch.Tensor):
-        yield path, data
-    elif depth and isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from leaves(torch, value, f"{path}[{key!r}]", depth - 1)
-    elif depth and isinstance(data, (list, tuple)) and len(data) <= 64:
-        for at, value in enumerate(data):
-            yield from leaves(torch, value, f"{path}[{at}]", depth - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..agent import Emit
+from ..dataset import length
 from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
 
@@ -50,11 +51,3 @@ def install(emit: Emit) -> Undo:
 
     return undo_all([replace(distributed, "__init__", after("init")), replace(distributed, "set_epoch", after("set_epoch")),
                      replace(distributed, "__iter__", after("iter"))])  # fmt: skip
-
-
-def length(sized: Any) -> int:
-    """len() of a user's object; -1 when it has none or computing it fails."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError, AttributeError, ValueError, OverflowError):
-        return -1

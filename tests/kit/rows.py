@@ -21,7 +21,7 @@ EMPTY = {
 }  # fmt: skip
 
 
-DEFAULTS = {("batch", "grad_enabled"): True}  # a training loop's batch
+DEFAULTS = {("batch", "grad_enabled"): True, ("loader", "sharers"): 1}  # an ordinary training loop's
 
 
 class Rows:

@@ -160,3 +160,26 @@ def test_batches_that_do_not_fill_a_round_are_left_over_by_a_batch_sampler_of_th
     more = by_hand(range(44), range(44, 88), batch=8)
     more.connection.execute("UPDATE loader SET batch_size = -1")
     assert judge(more)[0] == "INCIDENT"
+
+
+def test_a_resumed_pass_is_not_missing_what_was_consumed_before() -> None:
+    assert judge(by_hand(range(40, 70), range(70, 100), skipped=8)) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_one_sampler_dealt_to_all_ranks_leaves_out_what_fills_no_round() -> None:
+    def shards(count: int) -> Rows:
+        about = {"batch": 8, "drop_last": True, "sharers": 2, "samples": 110, "n": 110}
+        return by_hand(range(count), range(count, 2 * count), **about)
+
+    assert judge(shards(48)) == ("CLEAR", [])  # 96 of 110: six rounds of 16
+    assert judge(shards(40))[0] == "INCIDENT"
+
+
+def test_rank_0_that_reads_for_all_knows_the_ids_of_all() -> None:
+    rows = Rows()
+    for rank, ids in enumerate((range(N), ())):
+        read(rows, rank, ids, levels(("Rows", N, "")), sampler_class="SequentialSampler", dispatched=2, samples=N)
+    for index in range(10):
+        rows.add("batch", rank=1, index=index, step=index + 1, samples=5, backwards=index)
+    rows.add("batch", rank=1, index=10, step=10, backwards=10, end="StopIteration")
+    assert judge(rows) == ("CLEAR", [])

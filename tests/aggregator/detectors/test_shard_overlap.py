@@ -261,3 +261,8 @@ def test_of_a_large_run_a_share_of_the_ids_is_enough(monkeypatch: pytest.MonkeyP
     assert judge(split, 2) == ("CLEAR", [])
     _, (f,) = judge(train([[shuffled(0, n)]] * 2, batch=50, n=n), 2)
     assert (f.ranks, f.severity) == ((0, 1), "critical")
+
+
+def test_rank_0_that_reads_for_all_shares_nothing() -> None:
+    rows = relate(train([[shuffled(1)], [shuffled(1)]], dispatched=2), ["0,1", "0,1"])
+    assert judge(rows, 2) == ("NOT_APPLICABLE", [])

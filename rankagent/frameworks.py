@@ -1,0 +1,37 @@
+"""Every private name of the frameworks around torch that the agent touches, each checked before use.
+
+A name that is absent makes the feature "not recorded"; it never breaks training. Present in accelerate 1.15
+(DataLoaderDispatcher._fetch_batches), lightning 2.6 (_PrefetchDataFetcher, _DataFetcher), torchdata 0.11
+(StatefulDataLoader._get_iterator, _StatefulMultiProcessingDataLoaderIter._reset; all four used in `readahead`) and
+datasets 5.2 (Dataset._data, Dataset._indices, Dataset._fingerprint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+ROWS_READ = 8  # of a table, spread evenly, first and last among them: about 1 ms
+
+
+def table_of(dataset: Any) -> Any:
+    """The table behind a map-style Hugging Face data set, None for any other."""
+    if not (hasattr(dataset, "_data") and hasattr(dataset, "_indices") and hasattr(dataset, "_fingerprint")):
+        return None
+    table = dataset._data
+    return table if hasattr(table, "num_rows") and hasattr(table, "column_names") else None
+
+
+def mapping_of(dataset: Any) -> Any:
+    """The column of positions in the table that a Hugging Face data set shows, in order; None when it shows all."""
+    indices = getattr(dataset, "_indices", None)
+    return None if indices is None else indices.column(0)
+
+
+def parts_of_table(table: Any) -> Iterator[bytes]:
+    """What tells one table from another: its size, its columns and some of its rows."""
+    rows = int(table.num_rows)
+    yield f"{rows} {sorted(table.column_names)}".encode()
+    for k in range(min(rows, ROWS_READ)):
+        at = k * (rows - 1) // max(1, min(rows, ROWS_READ) - 1)
+        yield repr(table.slice(at, 1).to_pydict())[:65536].encode()
