@@ -18,7 +18,7 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 CHAIN = ("NONFINITE_INPUT", "NONFINITE_LOSS", "NONFINITE_GRAD", "NONFINITE_PARAM")
 
 # Tensors that differ make others differ: the same ranks, while it lasts, are one event.
-SPREADING = ("PARAM_DESYNC", "BUFFER_DESYNC", "GRAD_DESYNC")
+SPREADING = ("PARAM_DESYNC", "BUFFER_DESYNC", "GRAD_DESYNC", "OPTIM_STATE_DESYNC")
 
 EVIDENCE_LIMIT = 64  # a merged incident stays readable; how many were left out is said in its last line
 NAMED_SUBJECTS = 3  # further subjects that a summary names before it counts

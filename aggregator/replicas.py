@@ -7,7 +7,7 @@ healthy run of any size therefore costs one hash per rank and step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -62,14 +62,14 @@ class Row(NamedTuple):
 
 
 def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = "FALSE",
-               whole: int = WHOLE_ELEMENTS, settings: str = "FALSE") -> str:  # fmt: skip
+               whole: int = WHOLE_ELEMENTS, settings: str = "FALSE", catalogue: str = "tensor") -> str:  # fmt: skip
     """The query over `sweeps` (rank, attempt, pid, generation, step, sweep, tensors, marks); arguments are constants.
 
     `catalogued` picks the rows of the tensor catalogue, `fits` the sweeps at which a tensor is compared, `settled` is
     an expression over the differing tensor `a`, `whole` the size up to which a model's tensors are looked at whole,
-    `settings` an expression for `own_settings`.
+    `settings` an expression for `own_settings`, `catalogue` a table or subquery to take for the tensor catalogue.
     """
-    sql = _PARTED.replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
+    sql = _PARTED.replace("{tensor}", catalogue).replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
     sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
     return sql.replace("{fits}", fits).replace("{settled}", settled).replace("{settings}", settings)
 
@@ -84,7 +84,7 @@ known AS (
         SELECT *, CASE WHEN kind = 'param' AND numel > {window}
                         AND sum(numel) OVER (PARTITION BY rank, attempt, pid, generation, kind) > {whole}
                        THEN ((numel + {window} - 1) // {window}) | 1 ELSE 1 END AS windows
-        FROM tensor
+        FROM {tensor}
     ) WHERE {catalogued}
 ),
 held AS (
@@ -192,7 +192,7 @@ census AS (
 report AS (
     SELECT a.attempt, h.name, h.model, h.index, h.sharing, h.broadcast, h.owned, a.first // 4 AS first,
            a.first % 4 AS first_sweep, a.last // 4 AS last, a.last_good, a.differing, a.since, a.returns,
-           {settled} AS settled, coalesce(d.moving, []) AS moving, coalesce(d.marks, 1) AS marks,
+           {settled} AS settled, coalesce(d.moving, []) AS moving, coalesce(d.marks, 1) AS most,
            a.windowed, coalesce(f.kept, 0) AS kept,
            coalesce(f.unlike, 0) AS unlike, m.ranks, m.marks, m.last_ranks, m.last_marks
     FROM apart a JOIN held h USING (attempt, id) JOIN member m USING (attempt, id)
@@ -201,6 +201,23 @@ report AS (
 )
 SELECT * FROM census LEFT JOIN report ON TRUE ORDER BY attempt, first, model, index
 """
+
+
+def settled_sql(since: str) -> str:
+    """For `parted_sql`: whether the parameters agree after every step from the difference on, or have come together
+    again as often as a periodic average makes them. `since` is >= or >, for differences before or after the update."""
+    return _SETTLED.replace("{since}", since)
+
+
+_SETTLED: Final = """coalesce((SELECT bool_and(NOT differs) FROM (
+        SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
+        FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p
+        WHERE p.attempt = a.attempt AND p.step {since} a.first // 4), FALSE)
+    OR (SELECT count(*) FILTER (differed AND NOT differs) >= 2 FROM (
+        SELECT attempt, step, differs, lag(differs) OVER (PARTITION BY attempt, stage ORDER BY step) AS differed FROM (
+            SELECT attempt, step, stage, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
+            FROM param GROUP BY attempt, step, stage HAVING min(rank) <> max(rank))
+        ) p WHERE p.attempt = a.attempt AND p.step {since} a.first // 4)"""
 
 
 # Attempts in which models that no wrapper holds are shown to be replicas: all their trained tensors agree after an
@@ -220,6 +237,9 @@ SELECT DISTINCT attempt FROM (
     WHERE backwards > 0 AND step <= 128 GROUP BY attempt, step
 ) USING (attempt, step) WHERE agree AND own
 """
+
+
+Shown = Callable[[Row, object], str]
 
 
 @dataclass(frozen=True)
@@ -271,8 +291,8 @@ def left_open(census: Row, run: RunFacts) -> Iterator[Abstention]:
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
 
 
-def finding(parting: Parting) -> Finding:
-    """The finding with its per-rank evidence; wording that all replica rules share."""
+def finding(parting: Parting, shown: Shown | None = None) -> Finding:
+    """The finding with its per-rank evidence; wording that all replica rules share. `shown` writes a mark out."""
     row = parting.rows[0]
     count = len(parting.rows)
     more = f" and {count - 1} more tensor{'s' if count > 2 else ''}" if count > 1 else ""
@@ -289,7 +309,7 @@ def finding(parting: Parting) -> Finding:
         subject=row.name or "",
         severity=parting.severity,
         summary=f"{parting.what} {row.name}{more}: {who} at step {row.first}{parting.when}; {how_often}",
-        evidence=tuple(_evidence(parting)),
+        evidence=tuple(_evidence(parting, shown or _digest)),
         cannot_conclude=unknown + _reach(row) + parting.cannot_conclude,
         next_check=parting.next_check,
     )
@@ -309,13 +329,13 @@ def _reach(row: Row) -> tuple[str, ...]:
     return interval(row.last_good, row.first)
 
 
-def _evidence(parting: Parting) -> Iterator[Evidence]:
+def _evidence(parting: Parting, shown: Shown) -> Iterator[Evidence]:
     for row in parting.rows[:SHOWN]:
         here = split(dict(zip(row.ranks, row.marks, strict=True)))
-        expected = _hex(here.shared) if here.decided else "the same on all ranks"
-        shown = [(r, m) for r, m in zip(row.ranks, row.marks, strict=True) if r in here.odd][:SHOWN]
-        for rank, mark in shown:
-            yield Evidence(rank, row.first, f"{parting.what} {row.name} digest", _hex(mark), expected)
+        expected = shown(row, here.shared) if here.decided else "the same on all ranks"
+        odd = [(r, m) for r, m in zip(row.ranks, row.marks, strict=True) if r in here.odd][:SHOWN]
+        for rank, mark in odd:
+            yield Evidence(rank, row.first, f"{parting.what} {row.name} digest", shown(row, mark), expected)
     last = parting.rows[0]
     spread = split(dict(zip(last.last_ranks, last.last_marks, strict=True)))
     if set(spread.odd) - set(parting.odd.odd):
@@ -325,9 +345,14 @@ def _evidence(parting: Parting) -> Iterator[Evidence]:
         yield Evidence(None, last.first, f"{parting.what}s that differ", str(len(parting.rows)), "0")
 
 
-def _hex(mark: object) -> str:
-    """A digest as 16 hex digits; -1 is what the gradient sweep marks a missing gradient with."""
-    return "no gradient" if mark == -1 else f"{int(str(mark)) & (1 << 64) - 1:016x}"
+def _digest(row: Row, mark: object) -> str:
+    """-1 is what the gradient sweep marks a missing gradient with."""
+    return "no gradient" if mark == -1 else digits(mark)
+
+
+def digits(mark: object) -> str:
+    """A digest as 16 hex digits."""
+    return f"{int(str(mark)) & (1 << 64) - 1:016x}"
 
 
 def same_model(rows: Sequence[Row]) -> Iterator[list[Row]]:

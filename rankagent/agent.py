@@ -221,6 +221,12 @@ class Agent:
     def _disagree(self, error: Exception) -> None:
         self._alone = True
 
+    def watch_again(self) -> None:
+        """What is trained was built or loaded anew: watch closely from the step in progress on."""
+        if self.window.step > 1:
+            self.governor.watch_again(self.window.step)
+            self.watching = True
+
     def alarm(self) -> None:
         """Something odd was seen: full passes from now on, for some steps."""
         self.odd = True

@@ -144,11 +144,8 @@ class Hooks:
 
     def _made(self, add: Callable[[Any], Any], what: Any) -> None:
         """A model was wrapped or an optimizer built: after the first step that is a reason to watch closely again."""
-        agent = self.agent
         add(what)
-        if agent.window.step > 1:
-            agent.governor.watch_again(agent.window.step)
-            agent.watching = True
+        self.agent.watch_again()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if not self._active():

@@ -34,6 +34,11 @@ def readable(tensor: Any) -> bool:
     return bool(storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size())
 
 
+def spreads_state(optimizer: Any) -> bool:
+    """Whether the optimizer keeps each parameter's state on one rank only: ZeroRedundancyOptimizer."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
 def flatten(tensors: list[Any]) -> Any:
     """Dense tensors of one dtype and device copied end to end into a new 1-d tensor."""
     import torch

@@ -30,15 +30,7 @@ SQL = replicas.parted_sql(
        WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
     "kind = 'param' AND sharing <> 'plain'",
     whole=0,
-    settled="""coalesce((SELECT bool_and(NOT differs) FROM (
-        SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
-        FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p
-        WHERE p.attempt = a.attempt AND p.step >= a.first // 4), FALSE)
-    OR (SELECT count(*) FILTER (differed AND NOT differs) >= 2 FROM (
-        SELECT attempt, step, differs, lag(differs) OVER (PARTITION BY attempt, stage ORDER BY step) AS differed FROM (
-            SELECT attempt, step, stage, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
-            FROM param GROUP BY attempt, step, stage HAVING min(rank) <> max(rank))
-        ) p WHERE p.attempt = a.attempt AND p.step >= a.first // 4)""",
+    settled=replicas.settled_sql(">="),
 )
 
 

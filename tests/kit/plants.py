@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .rows import Rows
+from .rows import Rows, bits
 
 STEPS = 24  # two epochs of PASS batches each
 PASS = 12
@@ -103,6 +103,10 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     reduced = [500 * step + t for t in range(len(TENSORS))]
     rows.add("grad", **me, stage="reduced", generation=1, l2=[1.0] * 4, digest=reduced, valid=True, scale=1.0)
     rows.add("param", **me, stage="end", generation=1, l2=[1.0] * 4, digest=[1000 * step + t for t in range(4)])
+    for stage, moment in (("start", step - 1), ("end", step)):
+        rows.add("optim_state", **me, stage=stage, generation=1, tensors=[0, 1, 2, 3],
+                 keys='{"exp_avg": "digest", "step": "number"}' if moment else "",
+                 digest=[300 * moment + t for t in range(4)] + [bits(moment)] * 4 if moment else [])  # fmt: skip
     rows.add("buffer", **me, stage="sync", generation=1, tensors=[4, 5], digest=[step, step])
     rows.add("buffer", **me, stage="end", generation=1, tensors=[4, 5], digest=[step * 10 + rank, step])
     rows.add("clip", **me, max_norm=1.0, norm_type=2.0, norm=0.5, calls=1)
@@ -130,6 +134,12 @@ PLANTS: dict[str, Plant] = {
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
                               settings='{"weight_decay": 0.01}', tensors=4),
+        (2,), 9,
+    ),
+    "OPTIM_STATE_DESYNC": Plant(
+        sql("UPDATE optim_state SET digest = list_concat(list_transform(digest[1:4], lambda d: d + 7), digest[5:8]) "
+            "WHERE rank = 2 AND stage = 'end' AND step >= 9",
+            f"UPDATE param SET digest = {CHANGED} WHERE rank = 2 AND stage <> 'start' AND step >= 10"),
         (2,), 9,
     ),
     "STEP_DESYNC": Plant(sql("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 9"), (2,), 9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import duckdb
@@ -22,6 +23,11 @@ EMPTY = {
 
 
 DEFAULTS = {("batch", "grad_enabled"): True, ("loader", "sharers"): 1}  # an ordinary training loop's
+
+
+def bits(value: float) -> int:
+    """A number as the optim_state table holds it."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 class Rows:
@@ -55,4 +61,4 @@ class Rows:
         return {v.reason_code: v.outcome for v in ruling.verdicts}, list(ruling.findings)
 
 
-__all__ = ["Abstention", "Finding", "Rows", "RunFacts"]
+__all__ = ["Abstention", "Finding", "Rows", "RunFacts", "bits"]
