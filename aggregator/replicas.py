@@ -203,23 +203,6 @@ SELECT * FROM census LEFT JOIN report ON TRUE ORDER BY attempt, first, model, in
 """
 
 
-def settled_sql(since: str) -> str:
-    """For `parted_sql`: whether the parameters agree after every step from the difference on, or have come together
-    again as often as a periodic average makes them. `since` is >= or >, for differences before or after the update."""
-    return _SETTLED.replace("{since}", since)
-
-
-_SETTLED: Final = """coalesce((SELECT bool_and(NOT differs) FROM (
-        SELECT attempt, step, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
-        FROM param WHERE stage = 'end' GROUP BY attempt, step HAVING min(rank) <> max(rank)) p
-        WHERE p.attempt = a.attempt AND p.step {since} a.first // 4), FALSE)
-    OR (SELECT count(*) FILTER (differed AND NOT differs) >= 2 FROM (
-        SELECT attempt, step, differs, lag(differs) OVER (PARTITION BY attempt, stage ORDER BY step) AS differed FROM (
-            SELECT attempt, step, stage, min(hash(tensors, digest)) <> max(hash(tensors, digest)) AS differs
-            FROM param GROUP BY attempt, step, stage HAVING min(rank) <> max(rank))
-        ) p WHERE p.attempt = a.attempt AND p.step {since} a.first // 4)"""
-
-
 # Attempts in which models that no wrapper holds are shown to be replicas: all their trained tensors agree after an
 # update, or their gradients do before one, on ranks whose losses differ. Ranks that train on the same batches from the
 # same seed agree as well, and show nothing. The first 128 steps are enough and keep a large run's query short.

@@ -15,6 +15,7 @@ from .. import replicas
 from ..detector import RunFacts
 from ..findings import Abstention, Finding
 from ..replicas import Row
+from ..settled import settled_sql
 
 CODE = "GRAD_DESYNC"
 NEEDS = {"grad": 1, "tensor": 1}
@@ -30,7 +31,7 @@ SQL = replicas.parted_sql(
        WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
     "kind = 'param' AND sharing <> 'plain'",
     whole=0,
-    settled=replicas.settled_sql(">="),
+    settled=settled_sql(">="),
 )
 
 

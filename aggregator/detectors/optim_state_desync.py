@@ -18,6 +18,7 @@ from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding, Severity
 from ..groups import listed
 from ..replicas import FINAL, START, TIED, Parting
+from ..settled import settled_sql
 
 CODE = "OPTIM_STATE_DESYNC"
 NEEDS = {"optim_state": 1, "tensor": 1}
@@ -56,7 +57,7 @@ _CATALOGUE = f"""(
             FROM tensor t CROSS JOIN ({_KEY}) k)"""
 
 SQL = f"""
-WITH parted AS ({replicas.parted_sql(_SWEEPS, "kind = 'param'", whole=0, settled=replicas.settled_sql(">"),
+WITH parted AS ({replicas.parted_sql(_SWEEPS, "kind = 'param'", whole=0, settled=settled_sql(">"),
                                      catalogue=_CATALOGUE)})
 SELECT r, r.name IS NOT NULL AND split_part(r.name, ' of ', 1) IN (SELECT key FROM ({_KEY}) WHERE number) AS number,
        coalesce(r.attempt IN ({TIED}), FALSE) AS tied,
@@ -120,7 +121,7 @@ def _finding(parting: Parting, beside: Mapping[int, Row], run: RunFacts) -> Iter
     parting = replace(
         parting, rows=rows, severity=severity, when=when + _lacks(first),
         cannot_conclude=(NO_WRAPPER,) if first.sharing == "plain" else (),
-        next_check="load the optimizer's state on every rank, or broadcast it; look for what writes to it on these ranks",
+        next_check="load the optimizer's state on every rank, or broadcast it; look for what writes to it there",
     )  # fmt: skip
     found = replicas.finding(parting, lambda row, mark: _shown(mark, number[id(row)]))
     evidence = tuple(replace(e, metric=e.metric.removesuffix(" digest")) for e in found.evidence)
@@ -136,9 +137,8 @@ def _loads(parting: Parting, loads: Sequence[int]) -> tuple[str, tuple[Evidence,
     return f"; load_state_dict had been called on {listed(loads)} only", tuple(evidence)
 
 
-def _lacks(parting: Parting, first: replicas.Row) -> str:
-    marks = dict(zip(first.ranks, first.marks, strict=True))
-    without = [r for r, m in marks.items() if m == ABSENT]
+def _lacks(first: replicas.Row) -> str:
+    without = [r for r, m in zip(first.ranks, first.marks, strict=True) if m == ABSENT]
     return f"; {listed(without)} {'has' if len(without) == 1 else 'have'} none" if without else ""
 
 
