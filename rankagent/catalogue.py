@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from . import torchprivate
+from . import layout, torchprivate
+from .layout import Layout, Layouts
 
 ELEMENTS_PER_PASS = 32_000_000  # about 10 ms on one core; a larger model is covered in turns
 SMALL_ELEMENTS = 16_384  # 64 KiB of fp32: norms and biases, looked at in every pass
@@ -38,6 +39,11 @@ class Entry:
     peers: str
     broadcast: int
     ddp: int
+    shape: str
+    full_numel: int  # of the whole tensor, whose gradient is scattered; `numel` elements of it are held here
+    shard_start: int  # first flat element of the whole that is held here, -1 when the part is not one piece of it
+    shards: str  # ranks over which a sharded tensor's gradient is reduced; empty for any other tensor
+    mesh: str  # ranks that together hold all parts of a sharded tensor; empty for any other
 
     @property
     def tensor(self) -> Any:
@@ -52,7 +58,8 @@ class Catalogue:
         self._optimizers: list[weakref.ReferenceType[Any]] = []
         self._ddps: list[tuple[weakref.ReferenceType[Any], frozenset[str]]] = []
         self._signature: Any = None
-        self._flat: set[int] = set()  # ids of root modules that FSDP1 has flattened
+        self._by_id: dict[int, Entry] = {}
+        self._tops: list[weakref.ReferenceType[Any]] = []
         self.generation = 0
         self.params: list[Entry] = []
         self.buffers: list[Entry] = []
@@ -88,7 +95,7 @@ class Catalogue:
     def refresh(self, in_backward: bool = False) -> bool:
         """Rebuild when optimizers, their parameters or wrapped models have changed. 3 us when nothing has.
 
-        During backward FSDP shows gathered parameters in place of its shards: a catalogue of those would be wrong.
+        During backward FSDP2 shows gathered parameters in place of its shards: a catalogue of those would be wrong.
         """
         optimizers = self.optimizers()
         signature = (
@@ -99,13 +106,23 @@ class Catalogue:
         )
         if signature == self._signature:
             return False
-        params = (p for o in optimizers.values() for g in o.param_groups for p in g["params"])
-        if in_backward and any(torchprivate.is_shard(p) for p in params):
-            return False
+        if in_backward and not torchprivate.knows_gathered():
+            params = (p for o in optimizers.values() for g in o.param_groups for p in g["params"])
+            if any(torchprivate.is_shard(p) for p in params):
+                return False
         self._signature = signature
         self._build(optimizers)
         self.generation += 1
         return True
+
+    def entry(self, tensor: Any) -> Entry | None:
+        """The entry of a parameter."""
+        found = self._by_id.get(id(tensor))
+        return found if found is not None and found.ref() is tensor else None
+
+    def is_top(self, module: Any) -> bool:
+        """Whether this module is a whole model that an optimizer trains, not a part of one."""
+        return any(ref() is module for ref in self._tops)
 
     def _build(self, optimizers: dict[int, Any]) -> None:
         held: dict[int, tuple[int, str]] = {}
@@ -119,71 +136,88 @@ class Catalogue:
         buffers: list[Entry] = []
         seen: set[int] = set()
         roots = self._roots(held)
-        self._flat = {id(module) for module, _ in roots if _has_fsdp1(module)}
-        for number, (module, ddp) in enumerate(roots):
-            for name, p in module.named_parameters():
+        self._tops = [weakref.ref(root.module) for root in roots]
+        for number, root in enumerate(roots):
+            for name, p in root.layouts.named(root.module):
                 if id(p) not in seen:
                     seen.add(id(p))
-                    params.append(self._entry(len(params), "param", name, number, module, p, held, ddp))
-            buffers += [self._entry(0, "buffer", n, number, module, b, held, ddp) for n, b in module.named_buffers()]
+                    params.append(self._entry(len(params), "param", name, number, root, p, held))
+            buffers += [self._entry(0, "buffer", n, number, root, b, held) for n, b in root.module.named_buffers()]
+        nowhere = Root(None, None, Layouts(), True)
         for p in keep:
             if id(p) not in seen:
                 seen.add(id(p))
-                params.append(self._entry(len(params), "param", held[id(p)][1], len(roots), None, p, held, None))
+                name, number = held[id(p)][1], 1 + max((e.model for e in params), default=-1)
+                params.append(self._entry(len(params), "param", name, number, nowhere, p, held))
         self.params = params
-        self.buffers = [_numbered(b, len(params) + i) for i, b in enumerate(buffers)]
+        self.buffers = [replace(b, index=len(params) + i) for i, b in enumerate(buffers)]
+        self._by_id = {id(t): e for e in params if (t := e.ref()) is not None}
 
-    def _roots(self, held: dict[int, tuple[int, str]]) -> list[tuple[Any, Any]]:
-        """Modules that hold the optimizers' parameters, in the order of those: (module, entry of `ddps` or None)."""
-        found: list[tuple[Any, Any]] = [(d.module, (i, d, names)) for i, d, names in self.ddps()]
-        covered = {id(p) for m, _ in found for p in m.parameters()}
+    def _roots(self, held: dict[int, tuple[int, str]]) -> list[Root]:
+        """Modules that hold the optimizers' parameters, in the order of those."""
+        found = [Root(d.module, (i, d, names), *layout.read(self._torch, d.module.modules()))
+                 for i, d, names in self.ddps()]  # fmt: skip
+        covered = {id(p) for r in found for p in r.layouts.parameters(r.module)}
         if not held.keys() <= covered:
-            found += [(m, None) for m in _top_modules(self._torch, held.keys() - covered, [m for m, _ in found])]
+            found += _top_modules(self._torch, held.keys() - covered, [r.module for r in found])
         order = {key: at for at, key in enumerate(held)}
 
-        def first(item: tuple[Any, Any]) -> int:
-            return min((order[id(p)] for p in item[0].parameters() if id(p) in order), default=len(order))
+        def first(root: Root) -> int:
+            ids = map(id, root.layouts.parameters(root.module))
+            return min((order[i] for i in ids if i in order), default=len(order))
 
         return sorted((f for f in found if first(f) < len(order)), key=first)
 
-    def _entry(self, index: int, kind: str, name: str, model: int, module: Any, tensor: Any,
-               held: dict[int, tuple[int, str]], ddp: Any) -> Entry:  # fmt: skip
-        sharing, peers = self._sharing(name, tensor, module, ddp)
-        broadcast = int(bool(getattr(ddp[1], "broadcast_buffers", False))) if ddp else -1
-        return Entry(index, kind, clean(name), model, type(module).__name__ if module is not None else "",
-                     weakref.ref(tensor), tensor.numel(), held.get(id(tensor), (-1, ""))[0], sharing, peers, broadcast,
-                     ddp[0] if ddp else -1)  # fmt: skip
+    def _entry(self, index: int, kind: str, name: str, model: int, root: Root, tensor: Any,
+               held: dict[int, tuple[int, str]]) -> Entry:  # fmt: skip
+        lies = root.layouts.of.get(id(tensor))
+        if lies is None and hasattr(tensor, "placements"):
+            lies = layout.of_dtensor(tensor)
+        sharing, peers = self._sharing(name, tensor, root, lies)
+        broadcast = -1
+        if root.ddp:  # what DDP was told to ignore it does not broadcast either
+            broadcast = int(bool(getattr(root.ddp[1], "broadcast_buffers", False)) and sharing != "ignored")
+        lies = lies or Layout(tuple(tensor.shape), tensor.numel(), 0, (), (), ())
+        return Entry(index, kind, clean(name), model, type(root.module).__name__ if root.module is not None else "",
+                     weakref.ref(tensor), lies.numel, held.get(id(tensor), (-1, ""))[0], sharing, peers, broadcast,
+                     root.ddp[0] if root.ddp else -1, "x".join(map(str, lies.shape)) or "scalar", lies.full_numel,
+                     lies.start, _ranks(lies.shards), _ranks(lies.mesh))  # fmt: skip
 
-    def _sharing(self, name: str, tensor: Any, module: Any, ddp: Any) -> tuple[str, str]:
-        if torchprivate.is_shard(tensor) or id(module) in self._flat:
+    def _sharing(self, name: str, tensor: Any, root: Root, lies: Layout | None) -> tuple[str, str]:
+        if lies is not None:
+            return "sharded", _ranks(lies.peers)
+        if torchprivate.is_shard(tensor) or not root.readable:
             return "sharded", ""
         dist = torchprivate.distributed(self._torch)
-        if ddp is None:
+        if root.ddp is None:
+            beside = layout.data_parallel(root.layouts.of.values())
+            if beside:
+                return "outside", _ranks(beside)
             alone = dist is None or dist.get_world_size() == 1
             if alone or not torchprivate.only_default_group(self._torch):
                 return "plain", ""
             return "plain", _ranks(range(dist.get_world_size()))
-        _, wrapper, known = ddp
+        _, wrapper, known = root.ddp
         peers = _ranks(dist.get_process_group_ranks(wrapper.process_group)) if dist is not None else ""
         if name in getattr(wrapper, "parameters_to_ignore", ()):
-            return "ignored", ""
+            return "ignored", peers
         if any(part in hook for hook in torchprivate.communication_hook_names(wrapper) for part in _PARTIAL_HOOKS):
             return "hook", peers
         return ("ddp" if name in known else "late"), peers
 
 
+@dataclass(frozen=True)
+class Root:
+    """A model: the module at its top, its entry of `ddps` or None, how its parts lie, whether all of that is known."""
+
+    module: Any
+    ddp: Any
+    layouts: Layouts
+    readable: bool
+
+
 def _ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(r) for r in ranks)
-
-
-def _numbered(entry: Entry, index: int) -> Entry:
-    from dataclasses import replace
-
-    return replace(entry, index=index)
-
-
-def _has_fsdp1(module: Any) -> bool:
-    return any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules())
 
 
 def clean(name: str) -> str:
@@ -193,25 +227,29 @@ def clean(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def _top_modules(torch: Any, wanted: Iterable[int], known: list[Any]) -> list[Any]:
+def _top_modules(torch: Any, wanted: Iterable[int], known: list[Any]) -> list[Root]:
     """The largest modules alive that hold one of the wanted parameters and lie in no other module.
 
     Looks through the garbage collector's list: 50 to 100 ms, only when a model is not wrapped in DDP, once per model.
     Compares types, never instances, since a lazy proxy must not be touched.
     """
-    wanted = set(wanted)
+    left = set(wanted)
     module_type = torch.nn.Module
     modules = [o for o in gc.get_objects() if issubclass(type(o), module_type) and "_modules" in o.__dict__]
     inner = {id(child) for m in modules for child in m._modules.values() if child is not None}
     skip = {id(m) for m in known}
     tops = [m for m in modules if id(m) not in inner and id(m) not in skip]
-    scored = [(len(wanted & {id(p) for p in m.parameters()}), m) for m in tops]
-    scored = sorted((s for s in scored if s[0]), key=lambda s: -s[0])
-    chosen, left = [], set(wanted)
-    for _, m in scored:
-        mine = {id(p) for p in m.parameters()} & left
+    scored = []
+    for m in tops:
+        root = Root(m, None, *layout.read(torch, m.modules()))
+        found = left & {id(p) for p in root.layouts.parameters(m)}
+        if found:
+            scored.append((len(found), root))
+    chosen = []
+    for _, root in sorted(scored, key=lambda s: -s[0]):
+        mine = {id(p) for p in root.layouts.parameters(root.module)} & left
         if mine:
-            chosen.append(m)
+            chosen.append(root)
             left -= mine
     return chosen
 

@@ -1,4 +1,6 @@
-"""Where the agent meets torch: backward, optimizer steps, loss scaling, DDP's forward. Turns each into agent events.
+"""Where the agent meets torch: backward, optimizer steps, loss scaling. Turns each into agent events.
+
+What wrappers do is in `ddp` and `fsdp`.
 
 Every wrapper calls the original with the very same arguments, whatever happens to us, and is transparent to tracing:
 under `torch.compile` it hands over at once, so that dynamo sees the original.
@@ -10,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import guard, torchprivate
+from . import ddp, fsdp, guard, torchprivate
 from .afterimport import when
 from .agent import Agent, now_ns
 from .patch import Undo, replace, undo_all
@@ -22,24 +24,18 @@ def install(agent: Agent) -> Undo:
     hooks = Hooks(agent)
     agent.batch_fetched = hooks.batch_fetched
     optim = __import__("torch.optim.optimizer", fromlist=["optimizer"])
-    parallel = torch.nn.parallel.DistributedDataParallel
     undos = [
         replace(torch.autograd, "backward", hooks.backward),
         replace(optim.Optimizer, "__init__", hooks.optimizer_made),
         optim.register_optimizer_step_pre_hook(hooks.outside_dynamo(hooks.before_step)).remove,
         optim.register_optimizer_step_post_hook(hooks.outside_dynamo(hooks.after_step)).remove,
-        replace(parallel, "__init__", hooks.ddp_made),
         replace(torch.distributed, "destroy_process_group", hooks.group_ends),
         replace(torch.amp.GradScaler, "scale", hooks.scale),
     ]
-    for owner, name, make in (
-        (torch.amp.GradScaler, "_maybe_opt_step", hooks.maybe_step),
-        (parallel, "_sync_buffers", hooks.buffers_synced),
-        (parallel, "_pre_forward", hooks.before_forward),
-        (parallel, "_post_forward", hooks.after_forward),
-    ):
-        if hasattr(owner, name):
-            undos.append(replace(owner, name, make))
+    if hasattr(torch.amp.GradScaler, "_maybe_opt_step"):
+        undos.append(replace(torch.amp.GradScaler, "_maybe_opt_step", hooks.maybe_step))
+    forward = Forward(hooks)
+    undos += [ddp.install(hooks, forward), fsdp.install(hooks, forward)]
     return undo_all(undos)
 
 
@@ -48,18 +44,23 @@ class Hooks:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
-        self._in_backward = False
-        self._backward_began = self._reduced_from = self._forward_began = self._update_began = 0
+        self.compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
+        self.in_backward = False
+        self._backward_began = self._reduced_from = self._update_began = 0
         self._handle: Any = None
         self._inner: set[int] = set()  # optimizers that stepped inside backward
         self._updating: list[int] = []  # ids of optimizers whose step() runs, outermost first
         self._calls = 0
-        self._off = agent.give_up
+        self.off = agent.give_up
 
-    def _active(self) -> bool:
+    def active(self) -> bool:
+        """Whether what torch is doing in this thread is a step of training's that is to be seen."""
+        return threading.get_ident() == self.agent.thread and self.recordable()
+
+    def recordable(self) -> bool:
+        """Whether anything may be recorded at all; also asked in autograd's threads, while backward runs."""
         agent = self.agent
-        if not agent.live or self._compiling() or threading.get_ident() != agent.thread:
+        if not agent.live or self.compiling():
             return False
         cuda = agent.torch.cuda
         return not (cuda.is_initialized() and cuda.is_current_stream_capturing())  # nothing goes into a user's graph
@@ -77,22 +78,22 @@ class Hooks:
         def wrap(dynamo: Any) -> None:
             target[0] = dynamo.disable(fn)
 
-        when("torch._dynamo", lambda dynamo: guard.attempt(self._off, wrap, dynamo))
+        when("torch._dynamo", lambda dynamo: guard.attempt(self.off, wrap, dynamo))
         return hook
 
     # -------------------------------------------------------- backward
 
     def backward(self, original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or not self._active():
+            if self.in_backward or not self.active():
                 return original(tensors, *args, **kwargs)
-            self._in_backward = True
-            guard.attempt(self._off, self._begin_backward, tensors)
+            self.in_backward = True
+            guard.attempt(self.off, self._begin_backward, tensors)
             try:
                 return original(tensors, *args, **kwargs)
             finally:
-                self._in_backward = False
-                guard.attempt(self._off, self._end_backward)
+                self.in_backward = False
+                guard.attempt(self.off, self._end_backward)
 
         return self.outside_dynamo(backward)
 
@@ -110,7 +111,7 @@ class Hooks:
     def _queue_local(self, grad: Any) -> None:
         # Queued as the first thing in this backward, so it runs after the last gradient is accumulated and before
         # DDP's own callback copies the reduced values back (torch 2.13; checked value by value in the tests).
-        guard.attempt(self._off, torchprivate.queue_callback, self.agent.torch, self._gradients_local)
+        guard.attempt(self.off, torchprivate.queue_callback, self.agent.torch, self._gradients_local)
 
     def _gradients_local(self) -> None:
         self.agent.fire("gradients_local")
@@ -138,25 +139,25 @@ class Hooks:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if self.agent.live:
-                guard.attempt(self._off, self._made, self.agent.catalogue.add_optimizer, optimizer)
+                guard.attempt(self.off, self.made, self.agent.catalogue.add_optimizer, optimizer)
 
         return __init__
 
-    def _made(self, add: Callable[[Any], Any], what: Any) -> None:
+    def made(self, add: Callable[[Any], Any], what: Any) -> None:
         """A model was wrapped or an optimizer built: after the first step that is a reason to watch closely again."""
         add(what)
         self.agent.watch_again()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if not self._active():
+        if not self.active():
             return None
-        return guard.attempt(self._off, self._before_step, optimizer, args, kwargs)
+        return guard.attempt(self.off, self._before_step, optimizer, args, kwargs)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         agent = self.agent
         self._calls += 1
         number = agent.catalogue.add_optimizer(optimizer)
-        if self._in_backward and not self._updating:
+        if self.in_backward and not self._updating:
             self._inner.add(number)
             return None
         self._updating.append(id(optimizer))
@@ -190,8 +191,8 @@ class Hooks:
         return call
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._active():
-            guard.attempt(self._off, self._after_step, optimizer)
+        if self.active():
+            guard.attempt(self.off, self._after_step, optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
         agent = self.agent
@@ -231,8 +232,8 @@ class Hooks:
         def _maybe_opt_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             calls = self._calls
             result = original(scaler, optimizer, *args, **kwargs)
-            if self._calls == calls and self._active():
-                guard.attempt(self._off, self._skipped_step, optimizer)
+            if self._calls == calls and self.active():
+                guard.attempt(self.off, self._skipped_step, optimizer)
             return result
 
         return _maybe_opt_step
@@ -246,62 +247,33 @@ class Hooks:
         agent.skipped = True
         self._stepped(number)
 
-    # -------------------------------------------------------- DDP
-
-    def ddp_made(self, original: Any) -> Any:
-        def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            original(ddp, *args, **kwargs)
-            if self.agent.live:
-                guard.attempt(self._off, self._made, self.agent.catalogue.add_ddp, ddp)
-
-        return __init__
-
-    def before_forward(self, original: Any) -> Any:
-        compiling = self._compiling
-
-        def _pre_forward(ddp: Any, *args: Any, **kwargs: Any) -> Any:
-            if compiling():  # first and with nothing else read, so that a trace is that of the original
-                return original(ddp, *args, **kwargs)
-            result = original(ddp, *args, **kwargs)
-            if self._active() and self.agent.torch.is_grad_enabled():
-                self.agent.phase = "forward"
-                self.agent.fire("forward_begin", ddp, args, kwargs)
-                self._forward_began = now_ns()
-            return result
-
-        return _pre_forward
-
-    def after_forward(self, original: Any) -> Any:
-        compiling = self._compiling
-
-        def _post_forward(ddp: Any, output: Any) -> Any:
-            if compiling():
-                return original(ddp, output)
-            if self._forward_began and self._active():
-                self.agent.add_phase("forward", now_ns() - self._forward_began)
-                self._forward_began = 0
-                self.agent.phase = "other"
-                self.agent.fire("forward_end")
-            return original(ddp, output)
-
-        return _post_forward
-
-    def buffers_synced(self, original: Any) -> Any:
-        compiling = self._compiling
-
-        def _sync_buffers(ddp: Any) -> Any:
-            result = original(ddp)
-            if not compiling() and self._active():
-                self.agent.fire("buffers_synced", ddp)
-            return result
-
-        return _sync_buffers
-
     def group_ends(self, original: Any) -> Any:
         def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            if self._active():
-                guard.attempt(self._off, self.agent.close_open_step)
+            if self.active():
+                guard.attempt(self.off, self.agent.close_open_step)
                 self.agent.fire("ending")
             return original(*args, **kwargs)
 
         return destroy_process_group
+
+
+class Forward:
+    """The root module's forward, whichever wrapper shows it: when it began, and the events at both ends."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks, self._began = hooks, 0
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        agent = self._hooks.agent
+        if self._hooks.active() and agent.torch.is_grad_enabled():
+            agent.phase = "forward"
+            agent.fire("forward_begin", module, args, kwargs)
+            self._began = now_ns()
+
+    def end(self) -> None:
+        agent = self._hooks.agent
+        if self._began and self._hooks.active():
+            agent.add_phase("forward", now_ns() - self._began)
+            self._began = 0
+            agent.phase = "other"
+            agent.fire("forward_end")

@@ -5,12 +5,22 @@ A name that is absent makes the feature "not recorded, because"; it never breaks
 Variable._execution_engine, DTensor._local_tensor, torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
 _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx).
+Of FSDP1 FullyShardedDataParallel._handle, its flat parameter's bookkeeping and
+_runtime_utils (_reduce_grad, _reduce_grad_no_shard); of FSDP2 FSDPModule._get_fsdp_state, its parameter groups
+(fsdp_params, mesh_info) and _fsdp_param_group.foreach_reduce (2.13).
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from dataclasses import dataclass
 from typing import Any
+
+FSDP1_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+FSDP1_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+FSDP2_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+FSDP2_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
 
 def queue_callback(torch: Any, fn: Any) -> None:
@@ -25,7 +35,12 @@ def local_shard(tensor: Any) -> Any:
 
 def is_shard(tensor: Any) -> bool:
     """Whether this parameter is a part of something larger: a DTensor or a flat parameter of FSDP."""
-    return hasattr(tensor, "_local_tensor") or type(tensor).__name__ == "FlatParameter"
+    return hasattr(tensor, "_local_tensor") or bool(getattr(tensor, "_is_flat_param", False))
+
+
+def same_placements(one: Any, other: Any) -> bool:
+    """Whether two tensors lie on the ranks in one way: a DTensor's gradient may still be a partial sum."""
+    return bool(getattr(one, "placements", None) == getattr(other, "placements", None))
 
 
 def readable(tensor: Any) -> bool:
@@ -75,3 +90,113 @@ def communication_hook_names(ddp: Any) -> list[str]:
 def found_inf(optimizer: Any) -> Any:
     """The overflow flag that GradScaler hands to an optimizer that unscales by itself; None outside such a step."""
     return getattr(optimizer, "found_inf", None)
+
+
+# -------------------------------------------------------- FSDP
+
+
+def knows_gathered() -> bool:
+    """Whether FSDP2's parameters can be told while they are gathered."""
+    fsdp2 = getattr(sys.modules.get(FSDP2_GROUP.rpartition(".")[0] + "._fully_shard"), "FSDPModule", None)
+    return fsdp2 is None or hasattr(fsdp2, "_get_fsdp_state")
+
+
+def fsdp2_no_root_runs(state: Any) -> bool:
+    """Whether no root module of FSDP2's is in its forward at the moment."""
+    return getattr(getattr(state, "_state_ctx", None), "iter_forward_root", state) is None
+
+
+@dataclass(frozen=True)
+class Fsdp2Part:
+    """One parameter of FSDP2: what the optimizer holds, what the module shows while it is gathered, how it is split."""
+
+    shard: Any
+    gathered: Any  # None before its first use
+    full_shape: tuple[int, ...]  # of what FSDP gathers: under tensor parallelism itself a part
+    dim: int | None  # tensor dimension that is split; None: every rank holds all of it
+    index: int
+    count: int
+    ranks: tuple[int, ...]  # over which its gradient is reduced
+
+
+def fsdp2_parts(module: Any) -> list[Fsdp2Part] | None:
+    """The parameters that `fully_shard` manages for this module; None when torch keeps them in a way not known here."""
+    state_of = getattr(type(module), "_get_fsdp_state", None)
+    if state_of is None:
+        return []
+    state = state_of(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # one at most in older versions
+        groups = [g] if (g := getattr(state, "_fsdp_param_group", None)) is not None else []
+    try:
+        return [_fsdp2_part(group.mesh_info, p) for group in groups for p in group.fsdp_params]
+    except AttributeError:
+        return None
+
+
+def _fsdp2_part(group_info: Any, p: Any) -> Fsdp2Part:
+    info = getattr(p, "mesh_info", group_info)
+    split = info.shard_mesh_dim is not None
+    return Fsdp2Part(
+        p.sharded_param,
+        getattr(p, "_unsharded_param", None),
+        tuple(p._orig_size),
+        p.fsdp_placement.dim if split else None,
+        info.shard_mesh_rank if split else 0,
+        info.shard_mesh_size if split else 1,
+        tuple(info.mesh.mesh.flatten().tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class Fsdp1Part:
+    """One parameter of FSDP1: the flat one, or one of those that it is made of (use_orig_params)."""
+
+    shard: Any
+    full_shape: tuple[int, ...]
+    start: int  # this rank's first element of it
+    numel: int  # elements that this rank holds
+    offset: int  # where it begins in the flat gradient, before that is scattered
+    same: Any  # process group of the ranks that hold the same part; None when no other does
+
+    @property
+    def full_numel(self) -> int:
+        return math.prod(self.full_shape)
+
+
+@dataclass(frozen=True)
+class Fsdp1Unit:
+    """What one FullyShardedDataParallel module flattened."""
+
+    flat: Any
+    parts: list[Fsdp1Part]
+    groups: tuple[Any, ...]  # process groups over which its gradient is reduced, one after the other
+
+
+def fsdp1_unit(module: Any) -> Fsdp1Unit | None:
+    """The unit of this FSDP1 module, None when it flattened nothing. AttributeError when torch keeps it otherwise."""
+    handle = module._handle
+    return None if handle is None else fsdp1_unit_of(handle, getattr(module, "_inter_node_pg", None))
+
+
+def fsdp1_unit_of(handle: Any, between: Any) -> Fsdp1Unit:
+    """The unit of a flat parameter's handle; `between` is the process group of the replicas in a hybrid strategy."""
+    flat, group = handle.flat_param, handle.process_group
+    split = handle.uses_sharded_strategy
+    hybrid = between if "HYBRID" in handle._sharding_strategy.name else None
+    same = hybrid if split else group
+    groups = (group,) if hybrid is None else (group, hybrid)
+    if not handle._use_orig_params:
+        size = flat._sharded_size.numel()
+        full = tuple(flat._unpadded_unsharded_size)
+        start = handle.rank * size if split else 0
+        return Fsdp1Unit(flat, [Fsdp1Part(flat, full, start, size, 0, same)], groups)
+    parts, offset, at = [], 0, 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            held = flat._shard_param_infos[at]
+            start, size = (held.intra_param_start_idx, held.numel_in_shard) if held.in_shard else (0, 0)
+            parts.append(Fsdp1Part(flat._params[at], tuple(flat._shapes[at]), start, size, offset, same))
+            at += 1
+        offset += numel
+    return Fsdp1Unit(flat, parts, groups)

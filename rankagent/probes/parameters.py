@@ -40,15 +40,20 @@ TENSOR = Table("tensor", (
     Column("name", "text", "", "name within its model, without wrappers' prefixes"),
     Column("model", "int32", "", "model of this process, in the order in which optimizers first held them"),
     Column("model_type", "text", "", "class of the model"),
-    Column("shape", "text", "", "e.g. 4x16; scalar for none"),
+    Column("shape", "text", "", "e.g. 4x16; scalar for none; of the whole tensor where this rank holds a part"),
     Column("dtype", "text", "", "e.g. float32"),
-    Column("numel", "int64", "", "elements"),
+    Column("numel", "int64", "", "elements that this rank holds"),
     Column("trainable", "bool", "", "requires_grad"),
     Column("optimizer", "int32", "", "optimizer that holds it, -1 for none"),
     Column("sharing", "text", "", "ddp: DDP reduces it; late: in a DDP module, but added after wrapping; ignored: DDP was told to leave it; "
-           "sharded: a part of it; plain: no wrapper; hook: reduced by a user's communication hook that may not average over all"),
-    Column("peers", "text", "", "global ranks that hold a replica, comma separated; empty: not known"),
+           "sharded: a DTensor or FSDP's, of which this rank holds a part; outside: in a model that FSDP shards, yet outside what it shards; "
+           "plain: no wrapper; hook: reduced by a user's communication hook that may not average over all"),
+    Column("peers", "text", "", "global ranks that hold a replica (of the same part, where sharded), comma separated; empty: none or not known"),
     Column("broadcast", "int32", "", "buffers: 1 DDP broadcasts them, 0 told not to, -1 no DDP"),
+    Column("full_numel", "int64", "", "elements of the whole tensor; under tensor parallelism of what FSDP gathers"),
+    Column("shard_start", "int64", "", "first flat element of the whole that this rank holds; -1: its part is not one piece of it"),
+    Column("shards", "text", "", "sharded: global ranks over which its gradient is reduced; empty for others and where not known"),
+    Column("mesh", "text", "", "sharded: global ranks that together hold all parts of it"),
 ), "one row per tensor and catalogue")  # fmt: skip
 
 TABLES = (PARAM, BUFFER, TENSOR)
@@ -101,9 +106,10 @@ def install(emit: Emit) -> Undo:
         for e in (*catalogue.params, *catalogue.buffers):
             t = e.tensor
             if t is not None:
-                shape = "x".join(map(str, t.shape)) or "scalar"
-                emit(TENSOR, (catalogue.generation, e.index, e.model, t.numel(), t.requires_grad, e.optimizer, e.broadcast),
-                     (e.kind, e.name, e.model_type, shape, str(t.dtype).removeprefix("torch."), e.sharing, e.peers))  # fmt: skip
+                emit(TENSOR, (catalogue.generation, e.index, e.model, e.numel, t.requires_grad, e.optimizer,
+                              e.broadcast, e.full_numel, e.shard_start),
+                     (e.kind, e.name, e.model_type, e.shape, str(t.dtype).removeprefix("torch."), e.sharing, e.peers,
+                      e.shards, e.mesh))  # fmt: skip
         return True
 
     def sweep(stage: str, step: int, everything: bool = False) -> None:
