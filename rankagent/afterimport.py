@@ -66,8 +66,9 @@ def arm() -> None:
     from . import guard
 
     def start(torch: Any) -> None:
-        from . import agent
+        from . import agent, worker
 
-        agent.start(torch)
+        if agent.start(torch) is None:
+            worker.start_spawned(torch)
 
     when("torch", lambda torch: guard.attempt(lambda e: None, start, torch))

@@ -115,6 +115,8 @@ class Agent:
         self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
         self.scan_batch: Callable[[Any], Any] = lambda data: None  # set by the inputs probe: what a fetched batch holds
         self.batch_handed: Callable[[Any], None] = lambda scan: None  # and: training got the batch of that scan
+        # set by the workers probe: (iterator, loader, pass, end) of each batch that came out of a loader
+        self.batch_taken: Callable[[Any, int, int, str], None] = lambda *taken: None
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
         self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
 

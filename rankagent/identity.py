@@ -7,8 +7,9 @@ its children inherit. A process that finds another pid there is a loader worker,
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import contract
 
@@ -57,3 +58,16 @@ def _number(text: str | None, default: int) -> int:
 def current() -> Role | None:
     """The role of this process."""
     return claim(os.environ, os.getpid())
+
+
+def parents_folder(environment: Mapping[str, str]) -> Path | None:
+    """Record folder of the rank that this process is a child of; None when it is no such child."""
+    holder = environment.get(contract.CLAIM, "")
+    run = environment.get(contract.RUN_DIR, "")
+    if not run or environment.get(contract.OFF) or not holder.isdigit() or int(holder) == os.getpid():
+        return None
+    for names in _LAUNCHERS:
+        if environment.get(names[0], "").isdigit():
+            attempt = _number(environment.get("TORCHELASTIC_RESTART_COUNT"), 0)
+            return contract.process_dir(run, "rank", int(environment[names[0]]), attempt, int(holder))
+    return None

@@ -4,7 +4,9 @@ A name that is absent makes the feature "not recorded, because"; it never breaks
 2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, GradScaler._maybe_opt_step,
 Variable._execution_engine, DTensor._local_tensor, torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
-_MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx).
+_MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _SingleProcessDataLoaderIter
+(_dataset_fetcher), torch.utils.data._utils.fetch (_MapDatasetFetcher, _IterableDatasetFetcher: fetch, dataset,
+collate_fn, auto_collation).
 Of FSDP1 FullyShardedDataParallel._handle, its flat parameter's bookkeeping and
 _runtime_utils (_reduce_grad, _reduce_grad_no_shard); of FSDP2 FSDPModule._get_fsdp_state, its parameter groups
 (fsdp_params, mesh_info) and _fsdp_param_group.foreach_reduce (2.13).
@@ -85,6 +87,13 @@ def default_store(torch: Any) -> Any:
 def communication_hook_names(ddp: Any) -> list[str]:
     """Names of the communication hooks that a user registered on a DDP module."""
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in getattr(ddp, "_comm_hooks", ())]
+
+
+def fetcher_classes(torch: Any) -> list[Any]:
+    """The classes in which loaders make their batches; empty where torch no longer has them."""
+    module = getattr(getattr(torch.utils.data, "_utils", None), "fetch", None)
+    known = [getattr(module, name, None) for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")]
+    return [c for c in known if "fetch" in vars(c or object)]
 
 
 def found_inf(optimizer: Any) -> Any:

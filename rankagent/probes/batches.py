@@ -202,6 +202,7 @@ def install(emit: Emit) -> Undo:
             waiting.add(fetched)
         else:
             waiting.ends.append(fetched)
+        agent.batch_taken(iterator, this.loader, this.number, end)
 
     def digests_of(data: Any, size: int, has_ids: bool) -> list[int]:
         # where there are ids, the content is looked at in watched steps only: it proves that two ranks' sets are one

@@ -7,16 +7,15 @@ Blind to  generators that user code makes for itself; seeding through C
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import sys
-import zlib
 from typing import Any
 
 from ..afterimport import when
 from ..agent import Emit
 from ..patch import Undo, replace, undo_all
+from ..streams import numpy_digest, python_digest, seedings, torch_digest
 from ..tables import Column, Table
 
 RNG = Table("rng", (
@@ -43,7 +42,6 @@ TABLES = (RNG, SEED)
 
 
 FIRST_STEPS, EVERY_STEPS = 4, 4  # streams that part stay apart: after the first steps every 4th shows them
-MT19937_BYTES = 625 * 4  # 624 words of state and the position, as numpy lays them out
 SEED_CALLS_LIMIT = 1000
 
 
@@ -70,6 +68,7 @@ def install(emit: Emit) -> Undo:
                     inside.pop()
                 if inside:
                     return result
+                seedings[library] += 1  # in a forked worker too, where nothing is emitted
                 given = args[0] if args else next(iter(kwargs.values()), None)
                 emit.guarded(seeded, library, name, result if name == "seed" and library == "torch" else given)
                 return result
@@ -83,23 +82,11 @@ def install(emit: Emit) -> Undo:
         generator = torch.default_generator
         initial = generator.initial_seed()
         cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
-        numpy_random = sys.modules.get("numpy.random")  # numpy imports it when it is first used
-        numpy_digest = numpy_state(numpy_random) if hasattr(numpy_random, "get_state") else 0
-        emit(RNG, (zlib.crc32(torch.get_rng_state().numpy()), numpy_digest, hash(random.getstate()), signed(initial),
+        emit(RNG, (torch_digest(torch), numpy_digest(), python_digest(), signed(initial),
                    initial != unseeded or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
              (last.get("numpy", ""), last.get("random", "")), step=step)  # fmt: skip
 
-    def numpy_state(numpy_random: Any) -> int:
-        """Digest of numpy's global stream: straight from its memory, as get_state() takes 24 us."""
-        generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-        if type(generator).__name__ == "MT19937":
-            if generator is not None and generator is not address[0]:
-                address[:] = [generator, generator.ctypes.state_address]
-            return zlib.crc32(ctypes.string_at(address[1], MT19937_BYTES))
-        return zlib.crc32(repr(numpy_random.get_state(legacy=False)).encode())
-
     first = [True]
-    address: list[Any] = [None, 0]
 
     def before_update(optimizer: Any, number: int) -> None:
         if first[0]:

@@ -80,7 +80,13 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
         rows.add("sampler", **me, class_name="DistributedSampler", event="iter", **at, **split)
         rows.add("loader", **me, step=at["step"], iterator=epoch, batch_size=BATCH, sampler_class="DistributedSampler",
                  shuffle=1, batches=PASS, samples=PASS * BATCH, dataset_class="Rows", dataset_digest="d",
-                 dataset_length=ranks * PASS * BATCH, levels=f'[["Rows", {ranks * PASS * BATCH}, ""]]')  # fmt: skip
+                 dataset_length=ranks * PASS * BATCH, levels=f'[["Rows", {ranks * PASS * BATCH}, ""]]',
+                 workers=2, worker_start="fork")  # fmt: skip
+        for worker in (0, 1):
+            for fetches in (0, 1, 2, 4):  # torch's stream is each worker's own and drawn from, the other one unused
+                own = 10_000 * rank + 1000 * epoch + 100 * worker + fetches
+                rows.add("stream", **me, step=at["step"], iterator=epoch, worker=worker, fetches=fetches,
+                         names="torch,dataset.rng", digests=[own, 5], origins=[own - fetches, 1])  # fmt: skip
 
 
 def shard(rank: int, ranks: int, epoch: int) -> list[int]:
@@ -174,6 +180,14 @@ PLANTS: dict[str, Plant] = {
         sql("UPDATE batch SET ids = o.ids FROM batch o WHERE batch.iterator = 1 AND o.iterator = 0 "
             "AND o.rank = batch.rank AND o.index = batch.index"),
         None, PASS + 1,
+    ),
+    "DATA_ERROR_SWALLOWED": Plant(
+        lambda rows: rows.add("making", rank=2, pid=102, step=9, worker=1, fetches=5, asked=4, made=3, same_size=4,
+                              nones=1, none_caught=1, exceptions="ValueError", samples_traced=20, samples_caught=1),
+        (2,), 9,
+    ),
+    "WORKER_SEED_DUPLICATED": Plant(
+        sql("UPDATE stream SET digests = [digests[1], 50 + fetches] WHERE rank = 2"), (2,), None
     ),
     "IDENTITY_MISMATCH": Plant(
         sql("UPDATE identity SET value = 'decade' WHERE rank = 2 AND key = 'code.model'"), (2,), None

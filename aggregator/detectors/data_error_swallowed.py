@@ -1,0 +1,185 @@
+"""An exception while data was read was caught and hidden: samples were exchanged for others, or left out.
+
+Reads     making (what a data set or a collate function did inside), batch (exceptions that came out), loader, stream
+Says      the ranks, the first step, which samples, what was given instead, the class of the exception
+Unknown   loaders whose workers did not report
+Blind to  records that an iterable data set skips; data sets without Python code; samples that are right after all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from ..detector import RunFacts
+from ..findings import Abstention, Evidence, Finding
+from ..groups import listed, unheard
+
+CODE = "DATA_ERROR_SWALLOWED"
+NEEDS = {"loader": 1, "batch": 1}
+PARAMS = {
+    "habit": 0.5,  # samples that raise inside more often than this do so by design: a cache that lacks them at first
+    "copies": 3,  # samples with the content of others: one pair may be in the data, and 3 pairs agree once in 2**96
+    "clean": 10,  # times as many samples, all different, show that the data does not repeat by itself
+    "compared": 400_000,  # samples whose contents are compared
+}
+
+# kinds: exchanged (another sample was given), copied (raised inside and has another sample's content), none (None after
+# an exception), dropped (the collate function handled exceptions and gave fewer), raised (out of the loader, and the
+# program went on); without an exception seen: filtered (None), short (fewer than asked, where most batches are whole)
+SQL = """
+WITH told AS (
+    SELECT *, samples_caught > $habit * samples_traced AND samples_traced > 0 AS habit,
+           CASE WHEN len(instead_of) > 0 THEN 'exchanged' WHEN none_caught > 0 THEN 'none'
+                WHEN nones > 0 THEN 'filtered'
+                WHEN made >= 0 AND made < asked AND same_size * 2 > fetches THEN
+                     CASE WHEN outside > 0 THEN 'dropped' ELSE 'short' END END AS kind
+    FROM making
+), lost AS (
+    SELECT attempt, rank, pid, loader, iterator, step, kind, habit, exceptions,
+           CASE kind WHEN 'exchanged' THEN instead_of ELSE none_ids END AS ids,
+           CASE kind WHEN 'exchanged' THEN instead ELSE [] END AS instead,
+           CASE kind WHEN 'exchanged' THEN len(instead_of) WHEN 'none' THEN nones WHEN 'filtered' THEN nones
+                ELSE asked - made END AS samples
+    FROM told WHERE kind IS NOT NULL
+), content AS MATERIALIZED (
+    SELECT DISTINCT attempt, loader, id, digest FROM (
+        SELECT attempt, loader, unnest(ids) AS id, unnest(digests) AS digest FROM batch
+        WHERE len(ids) = len(digests) AND (attempt, loader) IN (
+            SELECT (attempt, loader) FROM told WHERE kind IS NULL AND len(caught_ids) > 0 AND NOT habit)
+        LIMIT $compared)
+), suspect AS (
+    SELECT DISTINCT attempt, rank, pid, loader, iterator, step, exceptions, unnest(caught_ids) AS id
+    FROM told WHERE NOT habit
+), sharing AS (
+    SELECT attempt, loader, digest, count(DISTINCT id) AS ids FROM content GROUP BY ALL
+), judged AS (
+    SELECT c.attempt, c.loader, c.id, c.digest, s.ids > 1 AS copy,
+           (c.attempt, c.loader, c.id) IN (SELECT (attempt, loader, id) FROM suspect) AS suspect
+    FROM content c JOIN sharing s USING (attempt, loader, digest)
+), clear AS (
+    SELECT attempt, loader FROM judged GROUP BY ALL
+    HAVING count(DISTINCT id) FILTER (suspect) >= $copies
+       AND bool_and(copy) FILTER (suspect)
+       AND count(DISTINCT id) FILTER (NOT suspect) >= $clean * count(DISTINCT id) FILTER (suspect)
+       AND count(DISTINCT digest) FILTER (NOT suspect) = count(DISTINCT id) FILTER (NOT suspect)
+), copied AS (
+    SELECT s.attempt, s.rank, s.pid, s.loader, s.iterator, s.step, 'copied', FALSE, s.exceptions, [s.id],
+           coalesce((SELECT [min(o.id)] FROM judged j JOIN judged o USING (attempt, loader, digest)
+                     WHERE j.attempt = s.attempt AND j.loader = s.loader AND j.id = s.id AND o.id <> s.id), []), 1
+    FROM suspect s JOIN clear c USING (attempt, loader)
+), raised AS (
+    SELECT attempt, rank, pid, loader, iterator, step, 'raised', FALSE, "end", ids, [],
+           greatest(len(ids), samples, 0)
+    FROM batch b
+    WHERE "end" NOT IN ('', 'StopIteration', 'StopAsyncIteration', 'GeneratorExit', 'KeyboardInterrupt', 'SystemExit')
+      AND EXISTS (FROM batch n WHERE n.attempt = b.attempt AND n.rank = b.rank AND n.pid = b.pid
+                  AND n.loader = b.loader AND n.seq > b.seq AND n."end" = '')
+), every AS (
+    FROM lost UNION ALL FROM copied UNION ALL FROM raised
+), placed AS (
+    SELECT e.*, coalesce((SELECT min(b.step) FROM batch b
+                          WHERE (b.attempt, b.rank, b.pid, b.loader, b.iterator)
+                              = (e.attempt, e.rank, e.pid, e.loader, e.iterator) AND list_contains(b.ids, e.ids[1])),
+                         e.step) AS at
+    FROM every e
+), silent AS (
+    SELECT l.attempt, l.rank, any_value(l.dataset_class) AS class FROM loader l
+    ANTI JOIN stream s USING (attempt, rank, pid, loader) GROUP BY ALL
+)
+SELECT p.attempt, p.kind, p.rank, any_value(l.dataset_class), count(*), sum(p.samples)::BIGINT, min(p.at), max(p.at),
+       bool_or(p.habit), flatten(list(p.ids ORDER BY p.at))[1:8], flatten(list(p.instead ORDER BY p.at))[1:8],
+       any_value(p.exceptions)
+FROM placed p JOIN loader l USING (attempt, rank, pid, loader, iterator) GROUP BY ALL
+UNION ALL SELECT attempt, 'silent', rank, class, 0, 0, 0, 0, FALSE, [], [], '' FROM silent
+ORDER BY ALL
+"""
+
+SEEN = ("exchanged", "copied", "none", "dropped", "raised")  # kinds with an exception that was seen
+
+
+class Row(NamedTuple):
+    attempt: int
+    kind: str
+    rank: int
+    dataset: str
+    batches: int
+    samples: int
+    first_step: int
+    last_step: int
+    habit: bool
+    ids: Sequence[int]
+    instead: Sequence[int]
+    exceptions: str
+
+
+def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    yield from unheard(run)
+    for (_, kind, dataset), members in groupby(sorted(rows, key=_group), key=_group):
+        several = list(members)
+        if kind == "silent":
+            who = listed({r.rank for r in several})
+            why = f"how the batches of {dataset} were made on {who} was not reported"
+            yield Abstention("INSUFFICIENT_EVIDENCE", why)
+        else:
+            yield _finding(kind, several)
+
+
+def _group(row: Row) -> tuple[int, str, str]:
+    return row.attempt, row.kind, row.dataset
+
+
+def _finding(kind: str, rows: Sequence[Row]) -> Finding:
+    first = min(r.first_step for r in rows)
+    samples = sum(r.samples for r in rows)
+    names = ", ".join(sorted({r.exceptions for r in rows if r.exceptions}))
+    ranks = tuple(sorted({r.rank for r in rows}))
+    grave = kind in SEEN and not any(r.habit for r in rows)
+    return Finding(
+        ranks=ranks,
+        first_step=first,
+        last_good_step=first - 1 if first > 1 else None,
+        last_step=max(r.last_step for r in rows),
+        attempt=rows[0].attempt,
+        severity="warning" if grave else "note",
+        subject=rows[0].dataset,
+        summary=_summary(kind, rows[0].dataset, samples, names) + f" on {listed(ranks)}",
+        evidence=tuple(_evidence(kind, r) for r in rows),
+        cannot_conclude=()
+        if kind in SEEN
+        else ("whether samples are left out by design: no exception was seen inside",),
+        next_check=_next(kind),
+    )
+
+
+def _summary(kind: str, dataset: str, samples: int, names: str) -> str:
+    many = f"{samples} sample{'s' if samples != 1 else ''}"
+    caught = f"after an exception that it handled itself ({names})" if names else ""
+    return {
+        "exchanged": f"{dataset} gave another sample in place of {many}, {caught}",
+        "copied": f"{dataset} gave {many} the content of another one, {caught}",
+        "none": f"{dataset} gave None for {many}, {caught}",
+        "dropped": f"batches of {dataset} lost {many} in the collate function, which handled exceptions ({names})",
+        "raised": f"{names} came out of the loader of {dataset} and was swallowed: {many} skipped",
+        "filtered": f"{dataset} gave None for {many}",
+        "short": f"batches of {dataset} hold {many} fewer than the sampler asked for",
+    }[kind]
+
+
+def _evidence(kind: str, row: Row) -> Evidence:
+    ids = ", ".join(map(str, row.ids))
+    if row.instead:
+        pairs = ", ".join(f"{b} for {a}" for a, b in zip(row.ids, row.instead, strict=False))
+        return Evidence(row.rank, row.first_step, "samples given", pairs, f"those asked for: {ids}")
+    what = f"{row.samples} in {row.batches} batch{'es' if row.batches != 1 else ''}" + (f", e.g. {ids}" if ids else "")
+    metric = {"none": "samples that are None", "filtered": "samples that are None"}.get(kind, "samples lost")
+    return Evidence(row.rank, row.first_step, metric, what, "0")
+
+
+def _next(kind: str) -> str:
+    if kind == "raised":
+        return "let the exception end the run, or remove the broken records from the data set beforehand"
+    if kind in SEEN:
+        return "read the samples named in the evidence by hand, outside of the handler, and see what is raised"
+    return "count what is left out, and say so in the data set's length"
