@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from . import guard, torchprivate
+from .dataset import levels, root_ids
 from .handled import Tracer
 from .patch import Undo, replace, undo_all
-from .samples import batch_size, levels, root_ids
+from .samples import batch_size
 from .streams import Stream, global_streams, module_generators, owned_generators, owned_stream
 
 Message = dict[str, Any]
@@ -43,13 +44,12 @@ class Watch:
         self.fetches = self.traced = self.caught = self.said = 0
         self.dear = False
         self.same_size = 0  # batches in which as many samples came out of the collate function as went in
-        self.ids: list[int] = []
-        self.asked = 0
+        self.listed: list[Any] = []  # positions that the batch in the making was asked for
         self.given: list[bool] = []  # per sample of the batch in the making: it is None
-        tracer = Tracer(self.chain[0], self.collate)
+        root = self.chain[0].dataset
+        tracer = Tracer(root, self.collate)
         self.tracer = tracer if tracer.worth_it else None
         self.tracing = False
-        root = self.chain[0]
         owned = owned_generators(root, "dataset", {})
         owned_generators(self.collate, "collate", owned)
         for module in {type(root).__module__, getattr(self.collate, "__module__", "")}:
@@ -75,9 +75,7 @@ class Watch:
                       "origins": [s.origin for s in found]})  # fmt: skip
 
     def begin(self, index: Any) -> None:
-        listed = list(index) if self.auto else [index]
-        self.asked = len(listed)
-        self.ids = [] if None in listed[:1] else root_ids(self.chain, listed)
+        self.listed = list(index) if self.auto else [index]
         self.given = []
         self.tracing = self.tracer is not None and self.due() and self.tracer.start()
 
@@ -112,7 +110,7 @@ class Watch:
             if self.traced >= HABIT_SAMPLES and self.caught > HABIT_RATIO * self.traced:
                 self.tracer = None
         made = batch_size(data) if self.auto else 1
-        full = len(self.given) or self.asked
+        full = len(self.given) or len(self.listed)
         self.same_size += made == full
         short = 0 <= made < full and self.same_size > 0
         outside = tracer.outside if tracer is not None else []
@@ -120,12 +118,13 @@ class Watch:
         if not (any(self.given) or caught or short or outside) or self.said >= MESSAGES_LIMIT:
             return
         self.said += 1
-        ids = self.ids if len(self.ids) == max(len(self.given), len(samples)) else []
+        asked = [] if None in self.listed[:1] else root_ids(self.chain, self.listed)
+        ids = asked if len(asked) == max(len(self.given), len(samples)) else []
         instead = [i for i in caught if samples[i].instead is not None]
         kinds = sorted({name for i in caught for name in samples[i].caught} | set(outside))
         self.deliver({
             "kind": "batch", "worker": self.worker, "fetches": self.fetches, "asked": full, "made": made,
-            "first": self.ids[0] if self.ids else -1,
+            "first": asked[0] if asked else -1,
             "nones": sum(self.given), "none_ids": [ids[i] for i, none in enumerate(self.given) if none and ids],
             "none_caught": sum(none and bool(s.caught) for none, s in zip(self.given, samples, strict=False)),
             "caught_ids": [ids[i] for i in caught if ids], "instead_of": [ids[i] for i in instead if ids],
