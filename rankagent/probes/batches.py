@@ -52,6 +52,7 @@ BATCH = Table("batch", (
     Column("iterator", "int32", "", "see loader"),
     Column("index", "int64", "", "position in this pass, from 0"),
     Column("samples", "int32", "", "samples in it; -1 unknown"),
+    Column("worker", "int32", "", "worker that made it; -1: the rank's own process did"),
     Column("ids", "int64[]", "", "positions in the root data set, in order; empty for iterable data"),
     Column("digests", "int64[]", "", "32-bit content digest per sample, in order; empty when the batch holds no tensor to digest, "
            "and between watched steps where there are ids"),
@@ -88,6 +89,7 @@ class Fetched:
     wait_ns: int
     scan: Any  # what the inputs probe saw in it
     end: str
+    worker: int = -1
 
 
 class Indices:
@@ -105,17 +107,21 @@ class Indices:
 
 
 class Tasks(dict):  # type: ignore[type-arg]
-    """The loader's table of tasks, remembering the key removed last: the task whose batch is handed out."""
+    """The loader's table of tasks, remembering what was removed last: the task whose batch is handed out, its worker."""
 
-    last = -1
+    last = worker = -1
 
     def pop(self, key: Any, *default: Any) -> Any:
-        self.last = key
+        self._note(key)
         return super().pop(key, *default)
 
     def __delitem__(self, key: Any) -> None:
-        self.last = key
+        self._note(key)
         super().__delitem__(key)
+
+    def _note(self, key: Any) -> None:
+        task = self.get(key)  # (worker,) or (worker, batch)
+        self.last, self.worker = key, task[0] if isinstance(task, tuple) else -1
 
 
 def install(emit: Emit) -> Undo:
@@ -195,7 +201,8 @@ def install(emit: Emit) -> Undo:
             ids = root_ids(this.chain, list(listed)) if known else []
             size = len(listed) if ids else batch_size(data)
             digests = digests_of(data, size, bool(ids)) if waiting is None or not waiting.ranks else []
-        fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else None, end)
+        fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else None, end,
+                          getattr(getattr(iterator, "_task_info", None), "worker", -1))  # fmt: skip
         if waiting is None:
             hand(fetched)
         elif end == "":
@@ -210,7 +217,7 @@ def install(emit: Emit) -> Undo:
 
     def hand(fetched: Fetched) -> None:
         """Training gets the batch now: it belongs to the step in progress."""
-        emit(BATCH, (fetched.of.loader, fetched.of.number, fetched.of.index, fetched.size, fetched.wait_ns,
+        emit(BATCH, (fetched.of.loader, fetched.of.number, fetched.of.index, fetched.size, fetched.worker, fetched.wait_ns,
                      agent.backwards_total, agent.torch.is_grad_enabled()),
              (fetched.ids, fetched.digests, fetched.end))  # fmt: skip
         fetched.of.index += 1

@@ -189,6 +189,14 @@ PLANTS: dict[str, Plant] = {
     "WORKER_SEED_DUPLICATED": Plant(
         sql("UPDATE stream SET digests = [digests[1], 50 + fetches] WHERE rank = 2"), (2,), None
     ),
+    "DATA_REPEATED": Plant(
+        sql("UPDATE loader SET iterable = TRUE",
+            # both workers of rank 2 give the batches 0, 1, 2 ...; those of the other ranks give every second one
+            "UPDATE batch SET ids = [], worker = index % 2",
+            "UPDATE batch SET digests = o.digests FROM batch o WHERE batch.rank = 2 AND o.rank = 3 "
+            "AND o.iterator = batch.iterator AND o.index = batch.index // 2"),
+        (2,), 2,
+    ),
     "IDENTITY_MISMATCH": Plant(
         sql("UPDATE identity SET value = 'decade' WHERE rank = 2 AND key = 'code.model'"), (2,), None
     ),

@@ -22,7 +22,8 @@ EMPTY = {
 }  # fmt: skip
 
 
-DEFAULTS = {("batch", "grad_enabled"): True, ("loader", "sharers"): 1}  # an ordinary training loop's
+# an ordinary training loop's
+DEFAULTS = {("batch", "grad_enabled"): True, ("batch", "worker"): -1, ("loader", "sharers"): 1}
 
 
 def bits(value: float) -> int:

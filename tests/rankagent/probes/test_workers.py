@@ -167,3 +167,10 @@ def test_a_pass_that_is_left_early_still_tells(tmp_path):
                 break
 
     assert [r["instead_of"] for r in record(tmp_path, program)["making"]] == [[31]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_batch_says_which_worker_made_it(tmp_path, workers):
+    rows = rows_of(tmp_path, Noisy(20), num_workers=workers)["batch"]
+    given = [r["worker"] for r in rows if r["end"] == ""]
+    assert given == ([0, 1] * 4 if workers else [-1] * 8)
