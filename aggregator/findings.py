@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 Severity = Literal["critical", "warning", "note"]
+SEVERITIES: Final[tuple[Severity, ...]] = ("critical", "warning", "note")  # gravest first
 EvidenceState = Literal["OBSERVED", "INFERRED", "HYPOTHESIS", "UNKNOWN"]
 Outcome = Literal["INCIDENT", "CLEAR", "INSUFFICIENT_EVIDENCE", "NOT_APPLICABLE"]
 
@@ -25,7 +26,8 @@ class Evidence:
 class Finding:
     """One fact about ranks. A detector yields these; `verdict` turns them into incidents.
 
-    `ranks` are those that the evidence sets apart. `first_step` is None where the fault has no step.
+    `ranks` are those that the evidence sets apart. `first_step` is None where the fault has no step. `point` says at
+    which point of the step it was seen (a key of `stages.POINTS`), where that has a meaning.
     """
 
     ranks: tuple[int, ...]
@@ -40,6 +42,7 @@ class Finding:
     evidence: tuple[Evidence, ...] = ()
     cannot_conclude: tuple[str, ...] = ()
     next_check: str = ""
+    point: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Findings -> incidents: graded by how they are known, merged where they are one event, ordered, with stable ids.
 
-Pure functions of values. Nothing here says what caused what: "follows" is an order in time that was observed.
+Pure functions of values. Nothing here says what caused what.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from .findings import Evidence, Finding, Incident, Severity
-
-SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
-
-# Non-finite values travel this way within a step: data, loss, gradients, parameters.
-CHAIN = ("NONFINITE_INPUT", "NONFINITE_LOSS", "NONFINITE_GRAD", "NONFINITE_PARAM")
+from .findings import SEVERITIES, Evidence, Finding, Incident
+from .followers import Coded, followers_to_notes
 
 # Tensors that differ make others differ: the same ranks, while it lasts, are one event.
 SPREADING = ("PARAM_DESYNC", "BUFFER_DESYNC", "GRAD_DESYNC", "OPTIM_STATE_DESYNC")
 
 EVIDENCE_LIMIT = 64  # a merged incident stays readable; how many were left out is said in its last line
 NAMED_SUBJECTS = 3  # further subjects that a summary names before it counts
-
-Coded = tuple[str, Finding]
 
 
 def incidents(findings: Iterable[Coded]) -> tuple[Incident, ...]:
@@ -91,39 +85,6 @@ def _limited(evidence: list[Evidence]) -> tuple[Evidence, ...]:
         return tuple(distinct)
     left = len(distinct) - EVIDENCE_LIMIT
     return (*distinct[:EVIDENCE_LIMIT], Evidence(None, None, "further evidence", f"{left} more of the same kind"))
-
-
-def followers_to_notes(findings: Sequence[Coded]) -> list[Coded]:
-    """Of a run of non-finite values the first link keeps its severity; those that follow it become notes."""
-    links = [cf for cf in findings if cf[0] in CHAIN and cf[1].first_step is not None]
-    links.sort(key=lambda cf: (cf[1].attempt, cf[1].first_step or 0, CHAIN.index(cf[0])))
-    roots: dict[int, Coded] = {}  # index of a link -> first link of its run
-    for i, link in enumerate(links):
-        before = next((j for j in range(i) if _follows(links[j], link)), None)
-        if before is not None:
-            roots[i] = roots.get(before, links[before])
-    notes = {id(links[i][1]): _note(links[i][1], root) for i, root in roots.items()}
-    return [(code, notes.get(id(f), f)) for code, f in findings]
-
-
-def _follows(earlier: Coded, later: Coded) -> bool:
-    """Whether `later` began while `earlier` was there: same attempt and, within one step, in the chain's order."""
-    (code_a, a), (code_b, b) = earlier, later
-    if a.attempt != b.attempt or code_a == code_b or a.first_step is None or b.first_step is None:
-        return False
-    if a.first_step == b.first_step:
-        # before the reduction spreads them, values of one rank can't have come from another in the same step
-        apart = code_b != "NONFINITE_PARAM" and not set(a.ranks) & set(b.ranks)
-        return CHAIN.index(code_a) < CHAIN.index(code_b) and not apart
-    # `later` began after its last good check; when `earlier` was over by then, they are two events
-    over = a.first_step if a.last_step is None else max(a.last_step, a.first_step)
-    began_after = b.first_step - 1 if b.last_good_step is None else b.last_good_step
-    return a.first_step < b.first_step and began_after <= over
-
-
-def _note(finding: Finding, root: Coded) -> Finding:
-    code, first = root
-    return replace(finding, severity="note", summary=f"follows {code} at step {first.first_step}: {finding.summary}")
 
 
 def incident_id(code: str, f: Finding) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from .findings import Incident
-from .incidents import SEVERITIES
+from .findings import SEVERITIES, Incident
 from .store import Store
 
 # A rank whose memory or step time is half as much again as its peers' median is worth a word in a table. It is no

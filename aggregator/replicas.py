@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from .detector import RunFacts
 from .findings import Abstention, Evidence, Finding, Severity
 from .groups import Split, interval, listed, split, unheard, why_not_compared
+from .stages import point_of
 
 SHOWN = 8  # tensors, and ranks of each, that evidence lists: enough to recognise a pattern, short enough to read
 START, END, FINAL = 0, 1, 2  # the order of a step's sweeps
@@ -295,6 +296,7 @@ def finding(parting: Parting, shown: Shown | None = None) -> Finding:
         evidence=tuple(_evidence(parting, shown or _digest)),
         cannot_conclude=unknown + _reach(row) + parting.cannot_conclude,
         next_check=parting.next_check,
+        point=point_of(parting.what, min(r.first_sweep for r in parting.rows) == START),
     )
 
 

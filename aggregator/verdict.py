@@ -20,6 +20,7 @@ from .detector import Ruling
 from .findings import Finding, RuleVerdict, Verdict
 from .incidents import incidents
 from .presence import Gap, Presence, presence, steady_gaps
+from .stages import placed
 from .store import Store
 from .views import VIEWS
 
@@ -53,7 +54,7 @@ def judge(store: Store, now_ns: int | None = None) -> Verdict:
         attempts=present.attempts,
         data_quality=replace(quality, warnings=warnings, complete=quality.complete and not said.warnings),
         verdicts=tuple(said.verdicts.get(c, RuleVerdict(c, "NOT_APPLICABLE", NO_RULE)) for c in _codes(said)),
-        incidents=incidents(said.findings),
+        incidents=placed(incidents(said.findings), lambda sql, given: store.connection.execute(sql, given).fetchall()),
         meta={"script": about.script, "command": list(about.command), "start_ns": about.start_ns},
     )  # fmt: skip
 

@@ -212,6 +212,7 @@ def _finding(same: Sequence[Row]) -> Finding:
         summary=f"{first.key}: {listed(odd.odd)} {have} {values} from step {first.first} on{others}",
         evidence=tuple(_evidence(same)),
         cannot_conclude=() if odd.decided else ("which value was meant: no majority of the ranks agrees",),
+        point="clip" if first.optimizer < 0 else "setting",
         next_check="compare what sets it on each rank: arguments, a scheduler fed with the rank's own metric, a resume",
     )
 

@@ -1,0 +1,138 @@
+"""Which findings follow others: of one chain the first link keeps its severity, those that follow become notes.
+
+Pure functions of values. "Follows" is an order that was seen, in time or along the way that values take through a step;
+it never says what caused what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .findings import SEVERITIES, Finding
+from .stages import order
+
+Coded = tuple[str, Finding]
+
+# Non-finite values travel this way within a step: data, loss, gradients, parameters.
+NONFINITE = ("NONFINITE_INPUT", "NONFINITE_LOSS", "NONFINITE_GRAD", "NONFINITE_PARAM")
+
+# What differs between replicas makes these differ. Parameters do not make reduced gradients differ: the reduction
+# hands every replica the same.
+REPLICAS = {
+    "HPARAM_DESYNC": ("GRAD_DESYNC", "OPTIM_STATE_DESYNC", "PARAM_DESYNC"),
+    "GRAD_DESYNC": ("OPTIM_STATE_DESYNC", "PARAM_DESYNC"),
+    "OPTIM_STATE_DESYNC": ("PARAM_DESYNC",),
+    "PARAM_DESYNC": ("OPTIM_STATE_DESYNC",),  # weight decay reads the parameters
+}
+
+# Shards drawn from different orders overlap, and what is drawn twice leaves something out.
+SHARDS = {
+    "SAMPLER_SEED_MISMATCH": ("SHARD_OVERLAP", "SHARD_MISSING", "EPOCH_NOT_RESHUFFLED"),
+    "SHARD_OVERLAP": ("SHARD_MISSING",),
+}
+
+
+def followers_to_notes(findings: Sequence[Coded]) -> list[Coded]:
+    """All findings; each that follows another of its chain is a note that names the chain's first link."""
+    notes: dict[int, Finding] = {}
+    for codes, follows, key in CHAINS:
+        links = sorted((cf for cf in findings if cf[0] in codes and cf[1].first_step is not None), key=key)
+        roots: dict[int, Coded] = {}  # index of a link -> first link of its chain
+        for i, link in enumerate(links):
+            before = next((j for j in range(i) if follows(links[j], link)), None)
+            if before is not None:
+                roots[i] = roots.get(before, links[before])
+        notes |= {id(links[i][1]): _note(links[i][1], root) for i, root in roots.items()}
+    return [(code, notes.get(id(f), f)) for code, f in findings]
+
+
+def _note(finding: Finding, root: Coded) -> Finding:
+    code, first = root
+    return replace(finding, severity="note", summary=f"follows {code} at step {first.first_step}: {finding.summary}")
+
+
+# -------------------------------------------------------- values that are not finite
+
+
+def _nonfinite_key(link: Coded) -> tuple[int, ...]:
+    code, f = link
+    return (f.attempt, f.first_step or 0, NONFINITE.index(code))
+
+
+def _nonfinite_follows(earlier: Coded, later: Coded) -> bool:
+    """Whether `later` began while `earlier` was there: same attempt and, within one step, in the chain's order."""
+    (code_a, a), (code_b, b) = earlier, later
+    if a.attempt != b.attempt or code_a == code_b or a.first_step is None or b.first_step is None:
+        return False
+    if a.first_step == b.first_step:
+        # before the reduction spreads them, values of one rank can't have come from another in the same step
+        apart = code_b != "NONFINITE_PARAM" and not set(a.ranks) & set(b.ranks)
+        return NONFINITE.index(code_a) < NONFINITE.index(code_b) and not apart
+    # `later` began after its last good check; when `earlier` was over by then, they are two events
+    over = a.first_step if a.last_step is None else max(a.last_step, a.first_step)
+    return a.first_step < b.first_step and _began_after(b) <= over
+
+
+def _began_after(f: Finding) -> int:
+    return (f.first_step or 0) - 1 if f.last_good_step is None else f.last_good_step
+
+
+# -------------------------------------------------------- replicas that come apart
+
+
+def _replica_key(link: Coded) -> tuple[int, ...]:
+    code, f = link
+    return (f.attempt, f.first_step or 0, _place(code, f))
+
+
+def _place(code: str, f: Finding) -> int:
+    """Where in the step it was seen first. What began somewhere between two sampled steps was carried into the later
+    one: its place there says nothing, so that it goes by what makes what differ."""
+    carried = f.last_good_step is not None and f.first_step is not None and f.last_good_step < f.first_step - 1
+    return order(
+        {"PARAM_DESYNC": "param_end", "OPTIM_STATE_DESYNC": "state_end"}.get(code, f.point) if carried else f.point
+    )
+
+
+def _replica_follows(earlier: Coded, later: Coded) -> bool:
+    """Same ranks, no graver, and `later` was never seen good once `earlier` had come before it."""
+    (code_a, a), (code_b, b) = earlier, later
+    if a.attempt != b.attempt or code_b not in REPLICAS.get(code_a, ()) or a.first_step is None or b.first_step is None:
+        return False
+    if set(a.ranks) != set(b.ranks) or SEVERITIES.index(a.severity) > SEVERITIES.index(b.severity):
+        return False
+    if code_b == "GRAD_DESYNC" and a.point != "clip":
+        return False  # of the settings only a clipping threshold reaches the gradients
+    at_once = b.last_good_step is None or b.last_good_step <= a.first_step
+    return at_once and _replica_key(earlier) < _replica_key(later)
+
+
+# -------------------------------------------------------- samples that are shared out wrongly
+
+
+def _shard_key(link: Coded) -> tuple[int, ...]:
+    code, f = link
+    return (f.attempt, [*SHARDS, "SHARD_MISSING", "EPOCH_NOT_RESHUFFLED"].index(code), f.first_step or 0)
+
+
+def _shard_follows(earlier: Coded, later: Coded) -> bool:
+    """Passes of a distributed sampler from the mismatch on. Of its two settings only the epoch can repeat an order."""
+    (code_a, a), (code_b, b) = earlier, later
+    if a.attempt != b.attempt or code_b not in SHARDS.get(code_a, ()) or a.first_step is None or b.first_step is None:
+        return False
+    if max(a.first_step, 1) > b.first_step or SEVERITIES.index(a.severity) > SEVERITIES.index(b.severity):
+        return False
+    if code_a == "SAMPLER_SEED_MISMATCH":
+        by_epoch = code_b != "EPOCH_NOT_RESHUFFLED" or a.subject == "sampler.epoch"
+        return "Distributed" in b.subject and by_epoch
+    return a.subject == b.subject
+
+
+Follows = Callable[[Coded, Coded], bool]
+Key = Callable[[Coded], tuple[int, ...]]
+CHAINS: tuple[tuple[frozenset[str], Follows, Key], ...] = (
+    (frozenset(NONFINITE), _nonfinite_follows, _nonfinite_key),
+    (frozenset(REPLICAS), _replica_follows, _replica_key),
+    (frozenset([*SHARDS, *(c for later in SHARDS.values() for c in later)]), _shard_follows, _shard_key),
+)
