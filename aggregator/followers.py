@@ -35,21 +35,23 @@ SHARDS = {
 
 def followers_to_notes(findings: Sequence[Coded]) -> list[Coded]:
     """All findings; each that follows another of its chain is a note that names the chain's first link."""
-    notes: dict[int, Finding] = {}
+    said = list(findings)
     for codes, follows, key in CHAINS:
-        links = sorted((cf for cf in findings if cf[0] in codes and cf[1].first_step is not None), key=key)
+        links = sorted((cf for cf in said if cf[0] in codes), key=key)
         roots: dict[int, Coded] = {}  # index of a link -> first link of its chain
         for i, link in enumerate(links):
             before = next((j for j in range(i) if follows(links[j], link)), None)
             if before is not None:
                 roots[i] = roots.get(before, links[before])
-        notes |= {id(links[i][1]): _note(links[i][1], root) for i, root in roots.items()}
-    return [(code, notes.get(id(f), f)) for code, f in findings]
+        notes = {id(links[i][1]): _note(links[i][1], root) for i, root in roots.items()}
+        said = [(code, notes.get(id(f), f)) for code, f in said]
+    return said
 
 
 def _note(finding: Finding, root: Coded) -> Finding:
     code, first = root
-    return replace(finding, severity="note", summary=f"follows {code} at step {first.first_step}: {finding.summary}")
+    at = "" if first.first_step is None else f" at step {first.first_step}"
+    return replace(finding, severity="note", summary=f"follows {code}{at}: {finding.summary}")
 
 
 # -------------------------------------------------------- values that are not finite
@@ -76,6 +78,24 @@ def _nonfinite_follows(earlier: Coded, later: Coded) -> bool:
 
 def _began_after(f: Finding) -> int:
     return (f.first_step or 0) - 1 if f.last_good_step is None else f.last_good_step
+
+
+# -------------------------------------------------------- the same update on unlike machines
+
+# What an update is computed with: other kernels round otherwise.
+_MACHINE = ("env.", "version.", "cpu.", "device.", "flag.", "threads.", "packages")
+
+
+def _machine_key(link: Coded) -> tuple[int, ...]:
+    return (link[1].attempt, link[0] != "IDENTITY_MISMATCH")
+
+
+def _machine_follows(earlier: Coded, later: Coded) -> bool:
+    """State that an update left different on the very ranks whose environment differs. The parameters speak for
+    themselves: that replicas differ is what does the harm."""
+    (code_a, a), (code_b, b) = earlier, later
+    known = code_a == "IDENTITY_MISMATCH" and code_b == "OPTIM_STATE_DESYNC" and a.subject.startswith(_MACHINE)
+    return known and b.point == "state_end" and a.attempt == b.attempt and set(a.ranks) == set(b.ranks)
 
 
 # -------------------------------------------------------- replicas that come apart
@@ -133,6 +153,7 @@ Follows = Callable[[Coded, Coded], bool]
 Key = Callable[[Coded], tuple[int, ...]]
 CHAINS: tuple[tuple[frozenset[str], Follows, Key], ...] = (
     (frozenset(NONFINITE), _nonfinite_follows, _nonfinite_key),
+    (frozenset({"IDENTITY_MISMATCH", "OPTIM_STATE_DESYNC"}), _machine_follows, _machine_key),
     (frozenset(REPLICAS), _replica_follows, _replica_key),
     (frozenset([*SHARDS, *(c for later in SHARDS.values() for c in later)]), _shard_follows, _shard_key),
 )

@@ -74,7 +74,7 @@ def test_one_incident_is_shown_in_full_by_a_prefix_of_its_id(templates: Path, ca
     text = _text(capsys, "--store", str(templates), "incident", "faulty", one["id"])
     assert one["id"] in text
     assert one["summary"] in text
-    assert text.count("rank 2 step") == len(one["evidence"])
+    assert text.count("rank 2 step") == len([e for e in one["evidence"] if e["rank"] == 2]) > 0
     err = _error(capsys, "--store", str(templates), "incident", "faulty", "HANG", status=2)
     assert one["id"] in err
 

@@ -75,6 +75,13 @@ def test_a_note_does_not_make_an_alarm_a_note() -> None:
     assert _severities(("HPARAM_DESYNC", foreach), ("PARAM_DESYNC", PARAM))["PARAM_DESYNC"] == "critical"
 
 
+def test_an_update_that_rounds_otherwise_on_another_machine_is_no_fault_of_the_state() -> None:
+    machine = ("IDENTITY_MISMATCH", _f((2,), None, subject="env.ATEN_CPU_CAPABILITY", severity="warning"))
+    found = _severities(machine, ("OPTIM_STATE_DESYNC", STATE), ("PARAM_DESYNC", replace(PARAM, first_step=6)))
+    assert found == {"IDENTITY_MISMATCH": "warning", "OPTIM_STATE_DESYNC": "note", "PARAM_DESYNC": "critical"}
+    assert _severities(machine, ("OPTIM_STATE_DESYNC", _f(point="state_start")))["OPTIM_STATE_DESYNC"] == "critical"
+
+
 def _sampler(subject: str = "sampler.seed", step: int = 1) -> tuple[str, Finding]:
     return ("SAMPLER_SEED_MISMATCH", _f((1,), step, subject=subject))
 

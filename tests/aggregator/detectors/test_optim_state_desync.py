@@ -136,6 +136,17 @@ def test_parameters_that_come_together_again_and_again_are_averaged_by_design() 
     assert [f.severity for f in _judge(rows)[1]] == ["note"]
 
 
+def test_an_average_after_every_update_is_seen_before_the_next_one() -> None:
+    rows = _rows()
+    _change(rows, 1, 1, moved=False)
+    rows.connection.execute("UPDATE param SET digest = [rank, rank]")
+    assert [f.severity for f in _judge(rows)[1]] == ["critical"]
+    for step in range(2, STEPS + 1):
+        for rank in range(3):
+            rows.add("param", rank=rank, step=step, stage="start", generation=1, tensors=[1], digest=[step])
+    assert [f.severity for f in _judge(rows)[1]] == ["note"]
+
+
 def test_state_of_a_parameter_that_has_none_anywhere_is_not_missing() -> None:
     rows = _rows()
     for table in ("tensors", "digest"):
