@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket  # DDP looks whether a hook is annotated with it
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -30,6 +31,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
+    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -785,7 +787,9 @@ class Training:
         """On samples of its own, or (the fault) on some that training uses."""
         data: Any = self.held_out
         if self.fault.kind == "eval_overlap":
-            data = Subset(self.feed.rows, range(self.fault.about["count"]))
+            data = ConcatDataset([Subset(self.feed.rows, range(self.fault.about["count"])), self.held_out])
+            if self.fault.about["how"] == "copied":
+                data = TensorDataset(*(torch.stack(column) for column in zip(*data, strict=True)))
         if self.recipe["wrap"] in ("ddp", "join", "single", "hand") and self.has("eval_on_rank0") and self.rank:
             return
         self.bare.eval()

@@ -37,7 +37,7 @@ def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int 
     verdict = {"incidents": [usual | i for i in incidents], "verdicts": [],
                "data_quality": {"complete": True, "warnings": []}}  # fmt: skip
     watched = list(range(1, 41)) if mode == "full" else [8, 16, 24, 32, 40]
-    truth = mutate.Truth(("PARAM_DESYNC",), (1,), step, 0, "head")
+    truth = mutate.Truth(("PARAM_DESYNC",), (1,), step, False, "head")
     case = mutate.Case(0, "PARAM_DESYNC", {}, truth)
     result = mutate.Result("", case.kind, mode, "", 0.0)
     mutate.score(case, mode, mutate.Said(verdict, watched, 40), result)
