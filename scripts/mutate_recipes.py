@@ -374,7 +374,12 @@ def head_added_late(d: Drawn) -> Truth:
     d.recipe["ddp"] = {k: v for k, v in d.recipe["ddp"].items() if k != "static_graph"}
     d.recipe["eval_every"], d.recipe["extras"] = 0, []
     return Truth(
-        ("GRAD_DESYNC", "PARAM_DESYNC"), d.everyone, 1, 0, "tail", ("PARAM_DESYNC", "OPTIM_STATE_DESYNC", "GRAD_DESYNC")
+        ("GRAD_DESYNC", "PARAM_DESYNC"),
+        d.everyone,
+        1,
+        False,
+        "tail",
+        ("PARAM_DESYNC", "OPTIM_STATE_DESYNC", "GRAD_DESYNC"),
     )
 
 
