@@ -66,15 +66,15 @@ def test_says_what_is_wrong_with_an_answer(mutate: ModuleType, mode: str, incide
 
 
 def test_a_seed_draws_the_same_jobs_and_another_one_others(mutate: ModuleType) -> None:
-    draws = [[mutate.recipes.faulty(seed, n) for n in range(20)] for seed in (3, 3, 4)]
+    draws = [[mutate.draws.faulty(seed, n) for n in range(20)] for seed in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_a_whole_run_commits_every_fault_and_has_holes_enough(mutate: ModuleType) -> None:
-    count = len(mutate.recipes.FAULTS)
+    count = len(mutate.draws.FAULTS)
     assert count <= 75
-    kinds = {mutate.recipes.faulty(5, n).kind for n in range(count)}
-    assert kinds == set(mutate.recipes.codes())
+    kinds = {mutate.draws.faulty(5, n).kind for n in range(count)}
+    assert kinds == set(mutate.draws.codes())
     assert len(list(mutate.holes.cases(5))) == 29
 
 
