@@ -28,6 +28,9 @@ RNG = Table("rng", (
     Column("python_seeded", "bool", "", "a seeding call was seen"),
     Column("numpy_seed", "text", "", "last seed given to numpy.random.seed; empty for none"),
     Column("python_seed", "text", "", "last seed given to random.seed; empty for none"),
+    Column("moved", "text", "", "which stream was drawn from in which phase of this step, e.g. 'torch:data, torch:forward'; "
+           "data ends where the root forward begins, forward holds both where no wrapper tells; "
+           "empty: from none, or not looked at (steps 2 to 4 are)"),
     Column("cuda_seed", "int64", "", "initial_seed of the current CUDA device's generator; 0 without CUDA"),
 ), "at the end of the first 4 steps and of every 4th watched one; one with step 0 before the first update")  # fmt: skip
 
@@ -43,6 +46,7 @@ TABLES = (RNG, SEED)
 
 FIRST_STEPS, EVERY_STEPS = 4, 4  # streams that part stay apart: after the first steps every 4th shows them
 SEED_CALLS_LIMIT = 1000
+NAMES = ("torch", "numpy", "random")
 
 
 def install(emit: Emit) -> Undo:
@@ -77,26 +81,44 @@ def install(emit: Emit) -> Undo:
 
         return replace(owner, name, make)
 
+    def states() -> tuple[int, int, int]:
+        return torch_digest(agent.torch), numpy_digest(), python_digest()
+
+    def reached(phase: str) -> None:
+        """This phase of the step is over: what moved since the last look was drawn from in it."""
+        if not known:
+            return
+        now = states()
+        moves.update({f"{name}:{phase}": None for name, a, b in zip(NAMES, known, now, strict=True) if a != b})
+        known[:] = now
+
     def streams(step: int) -> None:
         torch = agent.torch
         generator = torch.default_generator
         initial = generator.initial_seed()
         cuda = torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
-        emit(RNG, (torch_digest(torch), numpy_digest(), python_digest(), signed(initial),
+        emit(RNG, (*states(), signed(initial),
                    initial != unseeded or "torch" in last, "numpy" in last, "random" in last, signed(cuda)),
-             (last.get("numpy", ""), last.get("random", "")), step=step)  # fmt: skip
+             (last.get("numpy", ""), last.get("random", ""), ", ".join(moves)), step=step)  # fmt: skip
 
     first = [True]
 
+    known: list[int] = []  # states at the last look; empty outside of the steps that are looked at closely
+    moves: dict[str, None] = {}
+
     def before_update(optimizer: Any, number: int) -> None:
+        reached("backward")
         if first[0]:
             first[0] = False
             streams(0)
 
     def step_end() -> None:
         step = agent.window.step
+        reached("optimizer")
         if agent.watching and (step <= FIRST_STEPS or step % EVERY_STEPS == 0):
             streams(step)
+        moves.clear()
+        known[:] = states() if agent.watching and step < FIRST_STEPS else ()
 
     torch = agent.torch
     undos = [
@@ -111,6 +133,8 @@ def install(emit: Emit) -> Undo:
 
     when("numpy.random", lambda module: emit.guarded(numpy_came, module))
     emit.on("before_update", before_update)
+    emit.on("forward_begin", lambda module, args, kwargs: reached("data"))
+    emit.on("backward_begin", lambda root: reached("forward"))
     emit.on("step_end", step_end)
     return undo_all(undos)
 

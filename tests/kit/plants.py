@@ -63,6 +63,9 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
         rows.add("identity", **me, key=key, value=value, rule="must")
     rows.add("seed", **me, library="torch", call="manual_seed", seed="7", where="train.py:9")
     rows.add("rng", **me, torch_digest=5, torch_seed=7, torch_seeded=True)
+    for step in (2, 3, 4):  # each rank has a stream of its own by then
+        rows.add("rng", **me, step=step, torch_digest=50_000 + 1000 * rank + step, torch_seed=7, torch_seeded=True,
+                 moved="torch:data")  # fmt: skip
     for index, (name, shape) in enumerate(zip(TENSORS, SHAPES, strict=True)):
         rows.add("tensor", **me, generation=1, index=index, kind="param", name=name, model_type="Net", shape=shape,
                  dtype="float32", numel=8, trainable=True, sharing="ddp", peers=peers, broadcast=-1)  # fmt: skip
@@ -188,6 +191,12 @@ PLANTS: dict[str, Plant] = {
     ),
     "WORKER_SEED_DUPLICATED": Plant(
         sql("UPDATE stream SET digests = [digests[1], 50 + fetches] WHERE rank = 2"), (2,), None
+    ),
+    "RNG_DUPLICATED": Plant(
+        sql("UPDATE rng SET torch_digest = step WHERE rank IN (1, 2)",
+            "UPDATE grad SET l2 = [5, 6, 7, 8] WHERE rank IN (1, 2) AND stage = 'local'",
+            "UPDATE loss SET total = 1 / step WHERE rank IN (1, 2)"),
+        (1, 2), 1,
     ),
     "DATA_REPEATED": Plant(
         sql("UPDATE loader SET iterable = TRUE",

@@ -248,3 +248,17 @@ def test_a_flag_that_torch_refuses_to_tell_hides_no_other(monkeypatch):
     assert "float32_matmul_precision" not in found
     assert found["deterministic_algorithms"] is False
     assert found["mkldnn.enabled"] is True
+
+
+def test_streams_that_were_drawn_from_are_named_with_the_phase(tmp_path):
+    def program():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            model(torch.ones(4, 2)).sum().backward()
+            torch.rand(1)
+            optimizer.step()
+
+    rows = record(tmp_path, program)["rng"]
+    assert [r["moved"] for r in rows] == ["", "", *["torch:forward, torch:backward"] * 3]
