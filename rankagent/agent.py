@@ -8,6 +8,7 @@ Events (all on the training thread, arguments in brackets):
                                gradient of the whole tensor, and a factor such that the mean of gradient / factor over
                                the Entry's `shards` is what is reduced (1 unless the program set another divisor);
                                `wire_dtype` is the type in which it is sent. May come from a thread of autograd's
+    backward_end [whole]       outermost backward is over, DDP has reduced; `whole` is False when it raised
     before_update [optimizer, number]   gradients are final; with a closure: after its first call
     step_end []                the step's last update is done; heavy passes belong here
     step_closed [StepInfo]     costs are known; the light rows are written here

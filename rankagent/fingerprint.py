@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -66,16 +67,67 @@ def window(numel: int, step: int | None) -> tuple[int, int]:
 
 def windows(tensors: list[Any], step: int | None) -> list[Any]:
     """The part of each tensor that this step looks at."""
-    if step is None:
-        return tensors
-    parts = []
-    for t in tensors:
-        numel = t.numel()
-        if numel > WINDOW_ELEMENTS:
-            start, stop = window(numel, step)
-            t = (t.detach() if t.is_contiguous() else t.detach().contiguous()).view(-1)[start:stop]
-        parts.append(t)
-    return parts
+    return tensors if step is None else [windowed(t, step) for t in tensors]
+
+
+def windowed(tensor: Any, step: int) -> Any:
+    """The part of one tensor that this step looks at, as a view where that is possible."""
+    numel = tensor.numel()
+    if numel <= WINDOW_ELEMENTS:
+        return tensor
+    start, stop = window(numel, step)
+    t = tensor.detach() if tensor.requires_grad else tensor
+    if not t.is_contiguous():
+        t = t.contiguous()
+    return t.as_strided((stop - start,), (1,), t.storage_offset() + start)  # one call where view and slice are two
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors of one dtype and device copied end to end, in `order`; the first `even` of them fit a row of weights."""
+
+    order: list[int]
+    even: int
+    sizes: tuple[int, ...]
+    flat: Any
+
+
+def runs(parts: list[Any]) -> list[Run]:
+    """Small tensors copied together, those first whose size is whole 64-bit words, so that words line up."""
+    together: dict[Any, tuple[list[int], list[int]]] = {}
+    for i, t in enumerate(parts):
+        if t.numel():
+            nbytes = t.nbytes
+            odd = nbytes % 8 != 0 or nbytes > COLUMNS * 8
+            together.setdefault((t.dtype, t.device), ([], []))[odd].append(i)
+    return [Run(even + odd, len(even), tuple(parts[i].numel() for i in even + odd),
+                torchprivate.flatten([parts[i] for i in even + odd])) for even, odd in together.values()]  # fmt: skip
+
+
+def digests_of_runs(parts: list[Any], together: list[Run]) -> list[int]:
+    """Fingerprints of CPU tensors that were copied together."""
+    found = [0] * len(parts)
+    with numpy.errstate(all="ignore"):
+        for run in together:
+            width = run.flat.element_size()
+            words = tuple(n * width // 8 for n in run.sizes[: run.even])
+            if words:
+                whole = _array(run.flat[: sum(words) * 8 // width]).view(numpy.uint64)
+                for i, digest in zip(run.order, _digests(whole, words), strict=False):
+                    found[i] = digest
+            for i in run.order[run.even :]:
+                found[i] = digest_words(_words(_array(parts[i]).reshape(-1)))
+    for i, t in enumerate(parts):
+        if not t.numel():
+            found[i] = digest_words(_words(_array(t).reshape(-1)))
+    return found
+
+
+def _digests(words: Any, sizes: tuple[int, ...]) -> list[int]:
+    tile, starts, counts = _tile(sizes)
+    sums = numpy.add.reduceat(words * tile, starts) + counts
+    digests: list[int] = sums.view(numpy.int64).tolist()
+    return digests
 
 
 def sweep_cpu(tensors: list[Any], step: int | None, finite: bool = False) -> tuple[list[int], list[int]]:
@@ -90,10 +142,8 @@ def sweep_cpu(tensors: list[Any], step: int | None, finite: bool = False) -> tup
     with numpy.errstate(all="ignore"):  # the user's program may have asked numpy to warn or raise
         for group in together:
             array = _array(torchprivate.flatten([tensors[i] for i in group]))
-            words = array.view(numpy.uint64)
-            tile, starts, sizes = _tile(tuple(tensors[i].nbytes // 8 for i in group))
-            sums = numpy.add.reduceat(words * tile, starts) + sizes
-            for i, digest in zip(group, sums.view(numpy.int64).tolist(), strict=True):
+            sizes = tuple(tensors[i].nbytes // 8 for i in group)
+            for i, digest in zip(group, _digests(array.view(numpy.uint64), sizes), strict=True):
                 found[i] = digest
             if finite and not _finite_sum(array, tensors[group[0]]):
                 odd += group

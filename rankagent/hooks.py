@@ -89,11 +89,14 @@ class Hooks:
                 return original(tensors, *args, **kwargs)
             self.in_backward = True
             guard.attempt(self.off, self._begin_backward, tensors)
+            whole = False
             try:
-                return original(tensors, *args, **kwargs)
+                result = original(tensors, *args, **kwargs)
+                whole = True
+                return result
             finally:
                 self.in_backward = False
-                guard.attempt(self.off, self._end_backward)
+                guard.attempt(self.off, self._end_backward, whole)
 
         return self.outside_dynamo(backward)
 
@@ -117,7 +120,7 @@ class Hooks:
         self.agent.fire("gradients_local")
         self._reduced_from = now_ns()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, whole: bool) -> None:
         agent, ended = self.agent, now_ns()
         if self._handle is not None:
             self._handle.remove()
@@ -125,6 +128,7 @@ class Hooks:
         agent.add_phase("backward", ended - self._backward_began)
         if self._reduced_from:
             agent.add_phase("reduce_wait", ended - self._reduced_from)
+        agent.fire("backward_end", whole)
         agent.backwards += 1
         agent.backwards_total += 1
         agent.phase = "other"

@@ -1,8 +1,9 @@
 """Every private name of torch that the agent touches, in one place, each checked before use.
 
 A name that is absent makes the feature "not recorded, because"; it never breaks training. Present in torch 2.4 to
-2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, GradScaler._maybe_opt_step,
-Variable._execution_engine, DTensor._local_tensor, torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
+2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, DDP._register_builtin_comm_hook,
+GradScaler._maybe_opt_step, Variable._execution_engine, DTensor._local_tensor,
+torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
 _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _SingleProcessDataLoaderIter
 (_dataset_fetcher), torch.utils.data._utils.fetch (_MapDatasetFetcher, _IterableDatasetFetcher: fetch, dataset,

@@ -1,51 +1,130 @@
-"""Norms of every gradient before the reduction spreads it, norms and fingerprints of what the optimizer gets.
+"""Norms and sketches of every gradient before the reduction, what DDP made of it, and what the optimizer gets.
 
-Writes    grad
-Costs     per watched step one fused norm over the local gradients and one fingerprint per reduced gradient
-Blind to  local gradients under gradient_as_bucket_view=True (`valid` is false); earlier micro-steps that were reduced
-          already are part of a local gradient; of shards only this rank's part is seen, after the reduction
+Writes    grad, delivered
+Costs     per watched step one fused norm over the local gradients; of windows of 2,040 elements a sketch before the
+          reduction, sketch and fingerprint after it, and a fingerprint before the update
+Blind to  earlier micro-steps that were reduced already are part of a local gradient; of shards only this rank's part
+          is seen, after the reduction
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import fingerprint, torchprivate
 from ..agent import Emit
 from ..catalogue import REPLICATED, Entry, due
-from ..patch import Undo
+from ..patch import Undo, replace
+from ..sketch import PIECES, DeviceSketch, Place, sketch_cpu
 from ..tables import Column, Table
 
-TABLE = Table("grad", (
+GRAD = Table("grad", (
     Column("stage", "text", "", "local: this rank's own, before any reduction; reduced: as the optimizer gets it"),
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
-    Column("micro", "int32", "", "backward calls of this step before this one"),
+    Column("micro", "int32", "", "backward calls of this step before this one; reduced: all of them"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
     Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured (the reduced stage, where the local one was)"),
     Column("digest", "int64[]", "", "exact fingerprint per tensor of the reduced stage (above 2,040 elements: of the step's window); empty at the local stage"),
     Column("nonfinite", "int64[]", "", "catalogue indices of tensors that hold NaN or Inf"),
     Column("valid", "bool", "", "local stage: the values are this rank's alone, before the reduction"),
-    Column("scale", "float64", "", "loss scale that was divided out; 1 without a scaler"),
-), "one row per watched step and stage (and micro-step when something is not finite)")  # fmt: skip
+    Column("scale", "float64", "", "loss scale that was divided out of l2; 1 without a scaler"),
+    Column("synced", "int32", "", "local stage: 1 a DDP module reduces in this backward, 0 each was told not to (no_sync), -1 none ran its forward for it"),
+    Column("sketch", "float32[]", "", "two signed sums per tensor over the step's window, loss scale included; 0 no gradient, NaN not taken; empty: none (reduced stage, where DDP delivered)"),
+    Column("window_l2", "float32[]", "", "L2 norm over that window, loss scale included, where gradients or the wire are narrower than 32 bits; else empty"),
+), "one row per watched step and stage; of the local stage one per backward")  # fmt: skip
 
+DELIVERED = Table("delivered", (
+    Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
+    Column("micro", "int32", "", "backward calls of this step before this one: that of the local row of grad it belongs to"),
+    Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
+    Column("digest", "int64[]", "", "exact fingerprint per tensor (above 2,040 elements: of the step's window); 0 no gradient"),
+    Column("sketch", "float32[]", "", "two signed sums per tensor over the step's window, loss scale included; 0 no gradient, NaN not taken"),
+    Column("reduction", "text", "", "who reduced: mean: DDP by itself; else the names of the communication hooks"),
+), "what DDP left in the gradients when a backward ended, before the program touched them; one row per watched backward that reduces")  # fmt: skip
+
+TABLES = (GRAD, DELIVERED)
 NO_GRADIENT, UNMEASURED = -1.0, -2.0
+MEAN = "mean"
+
+
+@dataclass
+class Pass:
+    """One look at the gradients: which, and what is filled in later. `chosen` are the positions of `parts` in `entries`."""
+
+    entries: list[Entry]
+    indices: list[int]
+    step: int
+    chosen: list[int] = field(default_factory=list)
+    grads: list[Any] = field(default_factory=list)  # whole; those of `early` are not among them
+    parts: list[Any] = field(default_factory=list)  # their windows
+    places: list[Place] = field(default_factory=list)
+    l2: list[float] = field(default_factory=list)
+
+    @property
+    def on_host(self) -> bool:
+        return not any(p.is_cuda for p in self.parts)
+
+    def spread(self, found: list[Any], nothing: Any, width: int = 1) -> list[Any]:
+        """Values of the chosen entries at their places among all; `nothing` where there is no gradient, else NaN or 0."""
+        if len(self.chosen) == len(self.l2):
+            return found
+        untaken = math.nan if isinstance(nothing, float) else nothing
+        out = [v for norm in self.l2 for v in (nothing if norm == NO_GRADIENT else untaken,) * width]
+        for k, at in enumerate(self.chosen):
+            out[at * width : (at + 1) * width] = found[k * width : (k + 1) * width]
+        return out
 
 
 def install(emit: Emit) -> Undo:
     agent = emit.agent
-    on_device = fingerprint.DeviceSweep()
+    on_device, sketches = fingerprint.DeviceSweep(), DeviceSketch()
     local_step = [0]  # last step whose local gradients were seen as this rank's alone
+    armed: dict[int, bool] = {}  # DDP module -> whether it reduces in the coming backward
+    early = EarlyGradients(emit)
+    last: list[Pass] = []  # the local pass of the backward in progress
+    delivered_step = [0]  # step in which DDP has delivered after the last backward
+    builtin: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+
+    def forward_begin(module: Any, args: Any, kwargs: Any) -> None:
+        number = next((i for i, d, _ in agent.catalogue.ddps() if d is module), -1)
+        if number >= 0:
+            armed[number] = bool(getattr(module, "require_backward_grad_sync", True))
+
+    def backward_begin(root: Any) -> None:
+        if agent.watching:
+            early.watch(armed)
 
     def local() -> None:
         agent.catalogue.refresh(in_backward=True)
         if not agent.catalogue.params:
             return
-        valid = not any(d.gradient_as_bucket_view for _, d, _ in agent.catalogue.ddps())
+        entries = due(agent.catalogue.params, agent.window.step)
+        here = choose(entries, early.taken, [e.sharing != "sharded" for e in entries])
+        valid = not any(e.ddp in early.unseen for e in entries)
         if valid:
             local_step[0] = agent.window.step
-        measure("local", due(agent.catalogue.params, agent.window.step), valid, True, False)
+        synced = max(armed.values(), default=-1)
+        measure("local", here, valid, True, int(synced))
+        last[:] = [here]
+
+    def backward_end(whole: bool) -> None:
+        early.forget()
+        reducing = {number for number, on in armed.items() if on}
+        armed.clear()
+        before, last[:] = list(last), []
+        delivered_step[0] = 0
+        if not (whole and agent.watching and reducing and before):
+            return
+        entries = before[0].entries
+        here = choose(entries, {}, [e.ddp in reducing and e.sharing == "ddp" for e in entries], before[0])
+        if here.chosen:
+            delivered_step[0] = agent.window.step
+            names = {n for i, d, _ in agent.catalogue.ddps() if i in reducing for n in hooks_of(d) or [MEAN]}
+            deliver(here, ",".join(sorted(names)))
 
     def reduced(optimizer: Any, number: int) -> None:
         if not agent.watching:
@@ -58,87 +137,223 @@ def install(emit: Emit) -> Undo:
             normed = local_step[0] != agent.window.step or agent.odd or any(e.sharing == "sharded" for e in held)
             if len(held) == len(agent.catalogue.params):
                 held = agent.catalogue.params
-            measure("reduced", due(held, agent.window.step), True, normed, True)
+            held = due(held, agent.window.step)
+            measure("reduced", choose(held, {}, [True] * len(held)), True, normed, -1)
 
-    def measure(stage: str, entries: list[Entry], valid: bool, normed: bool, exact: bool) -> None:
-        chosen: list[int] = []
-        grads: list[Any] = []
-        l2 = [NO_GRADIENT] * len(entries)
+    def choose(entries: list[Entry], taken: dict[int, Any], wanted: list[bool], like: Pass | None = None) -> Pass:
+        """The dense floating-point gradients of these entries, and this step's window of each."""
+        step = agent.window.step
+        here = Pass(entries, [] if entries is agent.catalogue.params else [e.index for e in entries], step)
+        here.l2 = [NO_GRADIENT] * len(entries)
+        known = {id(g): (g, p) for g, p in zip(like.grads, like.parts, strict=True)} if like is not None else {}
         for at, entry in enumerate(entries):
             p = entry.ref()
             grad = p.grad if p is not None else None
             if grad is None:
                 continue
-            l2[at] = UNMEASURED
-            if entry.sharing == "sharded":
-                if stage == "local":
-                    continue  # what stands in .grad before a sharded reduction differs by version
-                grad = torchprivate.local_shard(grad)
-            if (
-                not grad.is_sparse
-                and grad.is_floating_point()
-                and grad.numel()
-                and (entry.sharing in REPLICATED or torchprivate.readable(grad))
-            ):
-                chosen.append(at)
-                grads.append(grad)
-        indices = [] if entries is agent.catalogue.params else [e.index for e in entries]
-        head = (agent.catalogue.generation, agent.backwards, valid)
-        if grads:
-            row = Pass(stage, indices, entries, chosen, grads, l2, head, agent.window.step, agent.scale)
-            read(row, normed, exact)
-        else:
-            emit(TABLE, (*head, 1.0), (stage, indices, l2, [0] * len(entries) if exact else [], []))
+            here.l2[at] = UNMEASURED
+            if not wanted[at]:
+                continue
+            if at_hand := taken.get(entry.index):
+                part = at_hand[0]
+            elif id(grad) in known:
+                part = known[id(grad)][1]
+                if part.untyped_storage().data_ptr() != grad.untyped_storage().data_ptr():
+                    part = fingerprint.windowed(grad, step)  # it was copied, or has got other memory
+            else:
+                if entry.sharing == "sharded":
+                    grad = torchprivate.local_shard(grad)
+                if (
+                    grad.is_sparse
+                    or not grad.is_floating_point()
+                    or not grad.numel()
+                    or not (entry.sharing in REPLICATED or torchprivate.readable(grad))
+                ):
+                    continue
+                part = fingerprint.windowed(grad, step)
+            here.chosen.append(at)
+            here.grads.append(grad)
+            here.parts.append(part)
+            here.places.append((entry.index, 0, part.numel()))
+        return here
 
-    def read(row: Pass, normed: bool, exact: bool) -> None:
+    def measure(stage: str, here: Pass, valid: bool, normed: bool, synced: int) -> None:
         """Start what has to be computed; the row is written when the values are on the host."""
-        on_host = not any(g.is_cuda for g in row.grads)
-        digests, _ = fingerprint.sweep_cpu(row.grads, row.step) if exact and on_host else ([], [])
-        wanted = [fingerprint.norms(row.grads)] if normed else []
-        if row.scale is not None:
-            wanted.append(row.scale.double().reshape(1))
-        if exact and not on_host:
-            wanted.append(on_device.digests(row.grads, row.step))
+        exact = stage == "reduced"
+        covered = delivered_step[0] == here.step and all(e.sharing == "ddp" for e in here.entries)
+        sketched = stage == "local" or not covered
+        narrow = stage == "local" and (any(p.element_size() < 4 for p in here.parts) or hooked())
+        scale, taken = agent.scale, early.taken if stage == "local" else {}
+        head = (agent.catalogue.generation, agent.backwards, valid)
+        if not here.chosen:
+            empty = here.spread([], 0)
+            emit(GRAD, (*head, 1.0, synced),
+                 (stage, here.indices, here.l2, empty if exact else [], [], here.spread([], 0.0, PIECES), []))  # fmt: skip
+            return
+        on_host = here.on_host
+        digests: list[int] = []
+        sums: list[float] = []
+        narrows: list[float] = []
+        wanted: list[Any] = []
+        if normed:
+            wanted.append(norms_of(agent.torch, here, taken))
+        together = fingerprint.runs(here.parts)
+        if on_host:
+            digests = fingerprint.digests_of_runs(here.parts, together) if exact else []
+            if sketched:
+                sums, narrows = sketch_cpu(together, here.places, narrow)
+        if scale is not None:
+            wanted.append(scale.double().reshape(1))
+        if not on_host:
+            if exact:
+                wanted.append(on_device.digests(here.parts, None))
+            if sketched:
+                wanted += sketches.sketch(together, here.places, narrow, here.parts[0].device)
 
         def landed(values: list[Any]) -> None:
             norms = values.pop(0) if normed else []
-            factor = values.pop(0)[0] if row.scale is not None else 1.0
-            odd = write(row, norms, factor, digests or (values[0] if values else []), exact, on_host)
+            factor = values.pop(0)[0] if scale is not None else 1.0
+            found, signed, squares = digests, sums, narrows
+            if not on_host:
+                found = values.pop(0) if exact else []
+                signed = values.pop(0) if sketched else []
+                squares = roots(values.pop(0)) if sketched and narrow else []
+            # the reduced stage may be seen before or after unscaling: its values are reported as they are
+            divisor = factor if stage == "local" and factor else 1.0
+            odd = []
+            for k, norm in enumerate(norms):
+                here.l2[here.chosen[k]] = norm / divisor
+                if not math.isfinite(norm) and (not on_host or doubtful(here, k, taken)):
+                    odd.append(here.entries[here.chosen[k]].index)
+            emit(GRAD, (*head, factor, synced),
+                 (stage, here.indices, here.l2, here.spread(found, 0) if exact else [], odd,
+                  here.spread(signed, 0.0, PIECES) if sketched else [],
+                  here.spread(squares, 0.0) if squares else []), step=here.step)  # fmt: skip
             if odd:
                 agent.alarm()
 
         agent.landing.land(wanted, landed)
 
-    def write(row: Pass, norms: list[float], factor: float, found: list[int], exact: bool, on_host: bool) -> list[int]:
-        # the reduced stage may be seen before or after unscaling: its values are reported as they are
-        divisor = factor if row.stage == "local" and factor else 1.0
-        digests = [0] * len(row.entries) if exact else []
-        odd = []
-        for k, at in enumerate(row.chosen):
-            if exact:
-                digests[at] = found[k]
-            if norms:
-                row.l2[at] = norms[k] / divisor
-                if not math.isfinite(norms[k]) and (not on_host or fingerprint.has_nonfinite(row.grads[k])):
-                    odd.append(row.entries[at].index)
-        emit(TABLE, (*row.head, factor), (row.stage, row.indices, row.l2, digests, odd), step=row.step)
-        return odd
+    def deliver(here: Pass, by: str) -> None:
+        head = (agent.catalogue.generation, agent.backwards)
+        together = fingerprint.runs(here.parts)
 
+        def landed(values: list[Any]) -> None:
+            emit(DELIVERED, head, (here.indices, here.spread(values[0], 0), here.spread(values[1], 0.0, PIECES), by),
+                 step=here.step)  # fmt: skip
+
+        if here.on_host:
+            landed([fingerprint.digests_of_runs(here.parts, together), sketch_cpu(together, here.places, False)[0]])
+        else:
+            device = here.parts[0].device
+            digests = on_device.digests(here.parts, None)
+            agent.landing.land([digests, *sketches.sketch(together, here.places, False, device)], landed)
+
+    def hooked() -> bool:
+        return any(hooks_of(d) for _, d, _ in agent.catalogue.ddps())
+
+    def hooks_of(ddp: Any) -> list[str]:
+        return torchprivate.communication_hook_names(ddp) + builtin.get(ddp, [])
+
+    def note(ddp: Any, kind: Any) -> None:
+        builtin.setdefault(ddp, []).append(str(kind).rpartition(".")[2])
+
+    def builtin_hook(original: Any) -> Any:
+        def _register_builtin_comm_hook(ddp: Any, comm_hook_type: Any) -> Any:
+            result = original(ddp, comm_hook_type)
+            emit.guarded(note, ddp, comm_hook_type)
+            return result
+
+        return _register_builtin_comm_hook
+
+    emit.on("forward_begin", forward_begin)
+    emit.on("backward_begin", backward_begin)
     emit.on("gradients_local", local)
+    emit.on("backward_end", backward_end)
     emit.on("before_update", reduced)
-    return on_device.clear
+
+    parallel = agent.torch.nn.parallel.DistributedDataParallel
+    patched = hasattr(parallel, "_register_builtin_comm_hook")
+    put_back = replace(parallel, "_register_builtin_comm_hook", builtin_hook) if patched else lambda: None
+
+    def undo() -> None:
+        put_back()
+        early.forget()
+        on_device.clear()
+        sketches.clear()
+
+    return undo
 
 
-@dataclass
-class Pass:
-    """One look at the gradients: which, and what is filled in later. `chosen` are the positions of `grads` in `entries`."""
+class EarlyGradients:
+    """Gradients that are views of DDP's buckets, taken one by one as each is accumulated: afterwards they are reduced.
 
-    stage: str
-    indices: list[int]
-    entries: list[Entry]
-    chosen: list[int]
-    grads: list[Any]
-    l2: list[float]
-    head: tuple[int, int, bool]
-    step: int
-    scale: Any
+    Hooks on the parameters see them before DDP does, in every mode. They are there only while a watched backward runs.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit, self._agent = emit, emit.agent
+        self._handles: list[Any] = []
+        self.taken: dict[int, tuple[Any, Any, bool]] = {}  # catalogue index -> window, norm, whether it is not finite
+        self.unseen: set[int] = set()  # DDP modules whose own gradients can't be told from reduced ones
+
+    def watch(self, armed: dict[int, bool]) -> None:
+        """Before a backward: hooks on the parameters of DDP modules whose gradients are views and will be reduced."""
+        self.forget()
+        views = {number for number, d, _ in self._agent.catalogue.ddps() if d.gradient_as_bucket_view}
+        if not views:
+            return
+        self.unseen = {number for number in views if number not in armed}  # its forward was not seen: compiled?
+        views = {number for number in views if armed.get(number)}
+        if not views:
+            return
+        self._agent.catalogue.refresh()
+        for entry in due(self._agent.catalogue.params, self._agent.window.step):
+            p = entry.ref() if entry.ddp in views and entry.sharing in REPLICATED else None
+            if p is not None and p.requires_grad:
+                self._handles.append(p.register_post_accumulate_grad_hook(self._taker(entry.index)))
+
+    def _taker(self, index: int) -> Callable[[Any], None]:
+        def accumulated(p: Any) -> None:
+            self._emit.guarded(self._take, index, p.grad)
+
+        return accumulated
+
+    def _take(self, index: int, grad: Any) -> None:
+        if grad is None or grad.is_sparse or not grad.is_floating_point() or not grad.numel():
+            return
+        grad = grad.detach()
+        norm = grad.norm()
+        odd = not grad.is_cuda and not math.isfinite(norm.item()) and fingerprint.has_nonfinite(grad)
+        self.taken[index] = (fingerprint.windowed(grad, self._agent.window.step).clone(), norm, odd)
+
+    def forget(self) -> None:
+        """The backward is over: no hook and no copy stays."""
+        while self._handles:
+            self._handles.pop().remove()
+        self.taken.clear()
+        self.unseen = set()
+
+
+def norms_of(torch: Any, here: Pass, taken: dict[int, tuple[Any, Any, bool]]) -> Any:
+    """The norms of a pass's gradients, those that were taken early among them, as one float64 vector."""
+    if not taken:
+        return fingerprint.norms(here.grads)
+    out = [taken[i][1].double() if (i := here.entries[at].index) in taken else None for at in here.chosen]
+    late = [k for k, norm in enumerate(out) if norm is None]
+    if late:
+        for k, norm in zip(late, fingerprint.norms([here.grads[k] for k in late]), strict=True):
+            out[k] = norm
+    return torch.stack(out)
+
+
+def roots(squares: list[float]) -> list[float]:
+    """L2 norm of each window from the sums of squares of its pieces."""
+    pieces = [squares[k : k + PIECES] for k in range(0, len(squares), PIECES)]
+    return [math.sqrt(sum(p)) for p in pieces]
+
+
+def doubtful(here: Pass, k: int, taken: dict[int, tuple[Any, Any, bool]]) -> bool:
+    """Whether a gradient on the host whose norm is not finite holds NaN or Inf: a norm may overflow as well."""
+    known = taken.get(here.entries[here.chosen[k]].index)
+    return known[2] if known is not None else fingerprint.has_nonfinite(here.grads[k])

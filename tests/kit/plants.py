@@ -99,6 +99,21 @@ def shard(rank: int, ranks: int, epoch: int) -> list[int]:
     return order[rank::ranks]
 
 
+def sketch(rank: int, step: int) -> list[float]:
+    """Two numbers per tensor of a rank's own gradient."""
+    drawn = random.Random(1000 * rank + step)
+    return [drawn.uniform(-1, 1) for _ in range(2 * len(TENSORS))]
+
+
+def lost(rows: Rows) -> None:
+    """From step 9 on rank 2's part is in no reduced gradient."""
+    ranks = rows.connection.execute("SELECT count(DISTINCT rank) FROM grad").fetchall()[0][0]
+    for step in range(9, STEPS + 1):
+        parts = [sketch(r, step) for r in range(ranks) if r != 2]
+        rows.connection.execute("UPDATE delivered SET sketch = ? WHERE step = ?",
+                                [[sum(p) / ranks for p in zip(*parts, strict=True)], step])  # fmt: skip
+
+
 def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     me = {"rank": rank, "pid": 100 + rank, "step": step}
     epoch, index = divmod(step - 1, PASS)
@@ -108,8 +123,11 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("input", **me, source="batch", tensors=2, rows=BATCH)
     rows.add("step", **me, optimizers=1, backwards=1, watched=True, cadence=1, step_ns=10**7, agent_ns=10**4)
     rows.add("loss", **me, backwards=1, total=1 / step + rank / 100, last=1.0, first_nonfinite=-1, scale=1.0)
-    rows.add("grad", **me, stage="local", generation=1, l2=[1.0 + rank] * 4, valid=True, scale=1.0)
+    rows.add("grad", **me, stage="local", generation=1, l2=[1.0 + rank] * 4, valid=True, scale=1.0, synced=1,
+             sketch=sketch(rank, step))  # fmt: skip
     reduced = [500 * step + t for t in range(len(TENSORS))]
+    mean = [sum(parts) / ranks for parts in zip(*(sketch(r, step) for r in range(ranks)), strict=True)]
+    rows.add("delivered", **me, generation=1, digest=reduced, sketch=mean, reduction="mean")
     rows.add("grad", **me, stage="reduced", generation=1, l2=[1.0] * 4, digest=reduced, valid=True, scale=1.0)
     rows.add("param", **me, stage="end", generation=1, l2=[1.0] * 4, digest=[1000 * step + t for t in range(4)])
     for stage, moment in (("start", step - 1), ("end", step)):
@@ -140,6 +158,7 @@ PLANTS: dict[str, Plant] = {
             f"UPDATE param SET digest = {CHANGED} WHERE rank = 2 AND stage <> 'start' AND step >= 9"),
         (2,), 9,
     ),
+    "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
                               settings='{"weight_decay": 0.01}', tensors=4),

@@ -1,0 +1,166 @@
+"""REDUCTION_WRONG: reduced gradients that all ranks agree on, held against the ranks' own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kit.replicas import catalogue
+from kit.rows import Rows
+from tdbg.aggregator.detectors import reduction_wrong
+from tdbg.aggregator.findings import Finding
+
+NAMES = ("a", "b", "c", "d", "e")
+Weights = Callable[[int, int, str], float]  # (rank, step, tensor) -> factor with which the rank's part counts
+
+
+def _run(weight: Weights, ranks: int = 4, steps: int = 8, hook: str = "mean", by_hand: bool = False,
+         error: float = 0.0, dtype: str = "float32") -> Rows:  # fmt: skip
+    rows = catalogue(Rows(), ranks, *NAMES, sharing="plain" if by_hand else "ddp", dtype=dtype)
+    for step in range(1, steps + 1):
+        parts = {}
+        for rank in range(ranks):
+            drawn = random.Random(100 * rank + step)
+            parts[rank] = [drawn.gauss(0, 1) for _ in range(2 * len(NAMES))]
+            rows.add("step", rank=rank, step=step, optimizers=1, backwards=1)
+            rows.add("grad", rank=rank, step=step, stage="local", generation=1, valid=True, scale=1.0, synced=1,
+                     l2=[2.0] * len(NAMES), sketch=parts[rank])  # fmt: skip
+        noise = random.Random(step)
+        made = [sum(weight(r, step, NAMES[m // 2]) * parts[r][m] for r in range(ranks)) + noise.gauss(0, error)
+                for m in range(2 * len(NAMES))]  # fmt: skip
+        for rank in range(ranks):
+            row = {"rank": rank, "step": step, "generation": 1, "digest": [step] * len(NAMES), "sketch": made}
+            if by_hand:
+                rows.add("grad", stage="reduced", valid=True, scale=1.0, micro=1, l2=[-2.0] * len(NAMES), **row)
+            else:
+                rows.add("delivered", reduction=hook, **row)
+    return rows
+
+
+def _found(rows: Rows, outcome: str = "INCIDENT", world_size: int = 4) -> list[Finding]:
+    outcomes, found = rows.judge(reduction_wrong, world_size=world_size)
+    assert outcomes == {"REDUCTION_WRONG": outcome}
+    return [f for _, f in found]
+
+
+def _without(gone: set[int], since: int, tensors: str = "abcde", divisor: float = 4.0) -> Weights:
+    return lambda r, step, t: 0.0 if r in gone and step >= since and t in tensors else 1 / divisor
+
+
+def _mean(r: int, step: int, tensor: str) -> float:
+    return 0.25
+
+
+@pytest.mark.parametrize("hook", ["mean", "averaged"])
+def test_the_mean_is_clear(hook: str) -> None:
+    assert _found(_run(_mean, hook=hook), "CLEAR") == []
+    assert _found(_run(_mean, by_hand=True), "CLEAR") == []
+
+
+@pytest.mark.parametrize("hook", ["mean", "averaged"])
+def test_names_the_rank_whose_part_is_missing_and_the_step(hook: str) -> None:
+    (found,) = _found(_run(_without({2}, 5), hook=hook))
+    assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((2,), 5, 4, "a")
+    assert found.severity == "critical"
+
+
+def test_a_missing_part_of_a_reduction_by_hand_is_a_warning() -> None:
+    (found,) = _found(_run(_without({2}, 5), by_hand=True))
+    assert (found.ranks, found.first_step, found.severity) == ((2,), 5, "warning")
+
+
+def test_names_the_tensors_of_the_bucket_that_a_part_is_missing_from() -> None:
+    (found,) = _found(_run(_without({1}, 6, "de"), hook="averaged"))
+    assert (found.ranks, found.first_step, found.subject) == ((1,), 6, "d")
+    assert "1 more tensor" in found.summary
+
+
+def test_names_several_ranks_whose_parts_are_missing() -> None:
+    (found,) = _found(_run(_without({1, 3}, 4)))
+    assert (found.ranks, found.first_step) == ((1, 3), 4)
+
+
+def test_of_two_ranks_the_missing_one_is_named() -> None:
+    (found,) = _found(_run(_without({0}, 3, divisor=2.0), ranks=2), world_size=2)
+    assert (found.ranks, found.first_step) == ((0,), 3)
+
+
+def test_what_ddp_promises_holds_from_the_first_step_on() -> None:
+    (found,) = _found(_run(_without({2}, 1)))
+    assert (found.ranks, found.first_step, found.last_good_step) == ((2,), 1, None)
+
+
+def test_a_part_that_counts_three_times_is_named_under_ddp_and_left_open_under_a_hook() -> None:
+    weights = lambda r, step, t: 0.75 if (r, step >= 5) == (3, True) else 0.25  # noqa: E731
+    (found,) = _found(_run(weights))
+    assert (found.ranks, found.first_step) == ((3,), 5)
+    assert "3 times" in found.summary
+    # weights by sample counts look the same
+    assert _found(_run(weights, hook="averaged"), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_a_corrupted_transfer_names_no_rank() -> None:
+    rows = _run(_mean)
+    rows.connection.execute("UPDATE delivered SET sketch = list_concat([CAST(7 AS FLOAT)], sketch[2:]) WHERE step = 6")
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.last_step, found.subject) == ((0, 1, 2, 3), 6, 6, "a")
+    assert found.cannot_conclude
+
+
+def test_a_plain_sum_is_a_note_and_a_divisor_below_the_number_of_ranks_a_warning() -> None:
+    for by_hand in (False, True):
+        (found,) = _found(_run(lambda r, step, t: 1.0, hook="added", by_hand=by_hand))
+        assert (found.severity, found.ranks) == ("note", (0, 1, 2, 3))
+        (found,) = _found(_run(lambda r, step, t: 0.5, hook="added", by_hand=by_hand))
+        assert found.severity == "warning"
+
+
+def test_a_divisor_that_changes_for_good_under_a_hook_is_a_warning() -> None:
+    (found,) = _found(_run(lambda r, step, t: 0.25 if step < 5 else 1.0, hook="averaged"))
+    assert (found.severity, found.first_step, found.last_good_step) == ("warning", 5, 4)
+
+
+def test_a_common_factor_that_varies_is_clipping() -> None:
+    assert _found(_run(lambda r, step, t: 0.25 / step, by_hand=True), "CLEAR") == []
+
+
+def test_a_factor_of_each_tensor_by_hand_is_left_open() -> None:
+    weights = lambda r, step, t: 0.25 / (1 + (step > 4) * ord(t))  # noqa: E731
+    assert _found(_run(weights, by_hand=True), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_a_mean_of_the_ranks_that_take_part_is_a_note() -> None:
+    weights = lambda r, step, t: 0.25 if step < 5 else (r != 1) / 3  # noqa: E731
+    (found,) = _found(_run(weights, hook="averaged"))
+    assert (found.severity, found.ranks) == ("note", (1,))
+
+
+def test_a_lossy_hook_keeps_no_law() -> None:
+    assert _found(_run(_mean, hook="compressed", error=0.3), "INSUFFICIENT_EVIDENCE") == []
+
+
+@pytest.mark.parametrize(("hook", "dtype", "error"), [("mean", "bfloat16", 4e-3),
+                                                      ("fp16_compress_hook", "float32", 5e-4),
+                                                      ("bf16_compress_hook", "float32", 4e-3)])  # fmt: skip
+def test_the_rounding_of_the_wire_is_no_defect(hook: str, dtype: str, error: float) -> None:
+    assert _found(_run(_mean, hook=hook, dtype=dtype, error=error), "CLEAR") == []
+
+
+def test_ranks_that_disagree_are_another_rule_s_matter() -> None:
+    rows = _run(_without({2}, 1))
+    rows.connection.execute("UPDATE delivered SET digest = [rank, 1, 1, 1, 1]")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_a_step_that_some_rank_did_not_record_is_not_judged() -> None:
+    rows = _run(_without({2}, 5))
+    rows.connection.execute("DELETE FROM grad WHERE rank = 0 AND step >= 5")
+    assert _found(rows, "CLEAR") == []
+
+
+def test_own_gradients_that_may_be_reduced_already_are_not_judged() -> None:
+    rows = _run(_without({2}, 1))
+    rows.connection.execute("UPDATE grad SET valid = FALSE WHERE stage = 'local'")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
