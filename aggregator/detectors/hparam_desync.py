@@ -1,9 +1,10 @@
-"""Optimizer settings or the clipping threshold differ between ranks that train one model.
+"""Optimizer settings, the clipping threshold or a scheduler's position differ between ranks that train one model.
 
-Reads     optim, clip, step, tensor, probe; param, grad, loss (whether unwrapped ranks train one model); event (Join)
+Reads     optim, clip, schedule, step, tensor, probe; param, grad, loss (whether unwrapped ranks train one model);
+          event (Join)
 Says      which ranks stand apart, which setting, its values, and from which step on
 Unknown   optimizers of different class or size on the ranks; ranks that no process group joins
-Blind to  settings kept outside param_groups; schedules that have not yet led to different values
+Blind to  settings kept outside param_groups; schedules that are no torch schedulers, until values differ
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ NEEDS = {"optim": 1, "step": 1}
 IMPLEMENTATION = ("foreach", "fused", "capturable")
 SHOWN = 8  # ranks that evidence lists for each setting
 ABSENT = "(absent)"
+CLIPPING, SCHEDULER = -1, -2
 
 # A rank's history of one parameter group is compared by one hash; only groups whose histories differ are laid out
 # step by step. A value counts at a step only for ranks that took it: ranks that stop early do not differ.
@@ -103,6 +105,22 @@ clip_step AS (
            min(coalesce(norm_type, -1)) <> max(coalesce(norm_type, -1)) AS kind
     FROM clip_value GROUP BY attempt, step
 ),
+standing AS (  -- schedulers of one number are compared while they are of one class
+    SELECT s.attempt, s.scheduler, s.step, s.rank, unnest([
+               {'key': 'scheduler.last_epoch', 'value': CAST(s.position AS VARCHAR)},
+               {'key': 'scheduler.num_bad_epochs', 'value': CAST(s.bad_epochs AS VARCHAR)},
+               {'key': 'scheduler.cooldown_counter', 'value': CAST(s.cooldown AS VARCHAR)},
+               {'key': 'scheduler.best', 'value': CAST(s.best AS VARCHAR)}], recursive := TRUE)
+    FROM schedule s JOIN taken t ON t.attempt = s.attempt AND t.rank = s.rank AND t.last >= s.step
+    JOIN (SELECT attempt, scheduler FROM schedule
+          GROUP BY ALL HAVING min(class_name) = max(class_name)) alike
+      ON alike.attempt = s.attempt AND alike.scheduler = s.scheduler
+),
+stood AS (
+    SELECT attempt, scheduler, key, step, min(value) <> max(value) AS differs,
+           lead(step) OVER (PARTITION BY attempt, scheduler, key ORDER BY step) AS next
+    FROM standing GROUP BY attempt, scheduler, key, step HAVING min(rank) <> max(rank)
+),
 checked AS (
     SELECT v.attempt, v.optimizer, v."group", v.key, v.step, any_value(a.next) AS next,
            min(value) <> max(value) AS differs
@@ -111,6 +129,7 @@ checked AS (
     GROUP BY ALL
     UNION ALL SELECT attempt, -1, -1, 'clip.max_norm', step, next, norm FROM clip_step
     UNION ALL SELECT attempt, -1, -1, 'clip.norm_type', step, next, kind FROM clip_step
+    UNION ALL SELECT attempt, -2, scheduler, key, step, next, differs FROM stood
 ),
 apart AS (
     SELECT attempt, optimizer, "group", key, min(step) FILTER (differs) AS first,
@@ -125,6 +144,9 @@ member AS (
     SELECT a.*, v.rank,
            coalesce(CAST(CASE a.key WHEN 'clip.max_norm' THEN v.max_norm ELSE v.norm_type END AS VARCHAR), $absent)
     FROM apart a JOIN clip_value v ON a.optimizer = -1 AND v.attempt = a.attempt AND v.step = a.first
+    UNION ALL
+    SELECT a.*, v.rank, v.value FROM apart a JOIN standing v
+      ON a.optimizer = -2 AND v.attempt = a.attempt AND v.scheduler = a."group" AND v.key = a.key AND v.step = a.first
 ),
 census AS (
     SELECT (SELECT count(DISTINCT rank) FROM optim) AS ranks,
@@ -155,7 +177,7 @@ class Row(NamedTuple):
     unlike: int  # points at which optimizers of one number had another class or size
     attempt: int
     key: str | None
-    optimizer: int  # -1: gradient clipping
+    optimizer: int  # -1: gradient clipping; -2: a scheduler, whose number `group` is
     group: int
     first: int
     last: int
@@ -208,11 +230,11 @@ def _finding(same: Sequence[Row]) -> Finding:
         last_step=max(r.last for r in same),
         attempt=first.attempt,
         subject=first.key or "",
-        severity="note" if first.key in IMPLEMENTATION else "critical",
+        severity="note" if first.key in IMPLEMENTATION or first.optimizer == SCHEDULER else "critical",
         summary=f"{first.key}: {listed(odd.odd)} {have} {values} from step {first.first} on{others}",
         evidence=tuple(_evidence(same)),
         cannot_conclude=() if odd.decided else ("which value was meant: no majority of the ranks agrees",),
-        point="clip" if first.optimizer < 0 else "setting",
+        point="clip" if first.optimizer == CLIPPING else "setting",
         next_check="compare what sets it on each rank: arguments, a scheduler fed with the rank's own metric, a resume",
     )
 
@@ -220,7 +242,8 @@ def _finding(same: Sequence[Row]) -> Finding:
 def _evidence(same: Sequence[Row]) -> Iterator[Evidence]:
     for row in same[:SHOWN]:
         odd = split(dict(zip(row.ranks, row.values, strict=True)))
-        where = "" if row.optimizer < 0 else f" (optimizer {row.optimizer}, group {row.group})"
+        where = f" (scheduler {row.group})" if row.optimizer == SCHEDULER else ""
+        where = where if row.optimizer < 0 else f" (optimizer {row.optimizer}, group {row.group})"
         expected = str(odd.shared) if odd.decided else "the same on all ranks"
         shown = [(r, v) for r, v in zip(row.ranks, row.values, strict=True) if r in odd.odd][:SHOWN]
         for rank, value in shown:

@@ -1,6 +1,6 @@
 """Optimizer state that replicas must share differs: moments, momentum, step counters, or whether there is any.
 
-Reads     optim_state, loaded, tensor, param, grad, loss, step, event (Join)
+Reads     optim_state, optim_loaded, tensor, param, grad, loss, step, event (Join)
 Says      which ranks stand apart, which state of which parameters, from which step on, and who had loaded state then
 Unknown   parameters without a wrapper whose ranks are not shown to train one model; steps that no longer correspond
 Blind to  what the optimizer_state probe is blind to; a difference in a part of a large tensor between its windows
@@ -61,8 +61,8 @@ WITH parted AS ({replicas.parted_sql(_SWEEPS, "kind = 'param'", whole=0, settled
                                      catalogue=_CATALOGUE)})
 SELECT r, r.name IS NOT NULL AND split_part(r.name, ' of ', 1) IN (SELECT key FROM ({_KEY}) WHERE number) AS number,
        coalesce(r.attempt IN ({TIED}), FALSE) AS tied,
-       (SELECT coalesce(list(DISTINCT l.rank ORDER BY l.rank), []) FROM loaded l
-        WHERE l.kind = 'optimizer' AND l.attempt = r.attempt AND greatest(l.step, 1) <= r.first
+       (SELECT coalesce(list(DISTINCT l.rank ORDER BY l.rank), []) FROM optim_loaded l
+        WHERE l.attempt = r.attempt AND greatest(l.step, 1) <= r.first
           AND l.step > coalesce(r.last_good, 0)) AS loads
 FROM parted r
 """  # fmt: skip
@@ -116,7 +116,7 @@ def _finding(parting: Parting, beside: Mapping[int, Row], run: RunFacts) -> Iter
         severity, when = "note", ", when the process ended"
     elif all(p.settled for p in rows):
         severity, when = "note", ", yet the parameters agree all the same" + when
-    elif first.first_sweep == START:
+    elif any(p.first_sweep == START for p in rows):
         when = ", before the update" + when
     parting = replace(
         parting, rows=rows, severity=severity, when=when + _lacks(first),

@@ -7,6 +7,7 @@ Blind to  settings kept outside param_groups
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -47,15 +48,30 @@ def install(emit: Emit) -> Undo:
             before = seen.get((number, g))
             if before is not None and len(before) == len(raw) and all(map(operator.is_, before, raw)):
                 continue  # the very same objects: nothing was set (tensors are compared by their values below)
-            seen[number, g] = raw if not any(hasattr(v, "is_cuda") for v in raw) else []
-            values = (len(group["params"]), *[scalar(v) for k, v in group.items() if k != "params"])
-            if last.get((number, g)) == values:
-                continue
-            last[number, g] = values
-            settings = {k: scalar(v) for k, v in group.items() if k not in ("params", "lr")}
-            lr = scalar(group.get("lr"))
-            emit(OPTIM, (number, g, float(lr) if isinstance(lr, (int, float)) else math.nan, len(group["params"])),
-                 (type(optimizer).__name__, json.dumps(settings, sort_keys=True, default=str)))  # fmt: skip
+            held = [v for v in raw if hasattr(v, "is_cuda")]
+            seen[number, g] = [] if held else raw
+            away = [v for v in held if v.is_cuda and v.numel() == 1]
+            if away and not agent.watching:
+                continue  # reading them takes a copy: only where other passes take one too
+            settings = {k: scalar(v) for k, v in group.items() if k != "params"}
+            names = [k for k, v in group.items() if any(v is a for a in away)]
+            head = (number, g, type(optimizer).__name__, len(group["params"]))
+            written = functools.partial(write, head, settings, names, agent.window.step)
+            agent.landing.land([v.detach().double().reshape(()) for v in away], written)
+
+    def write(head: tuple[int, int, str, int], settings: dict[str, Any], names: list[str], step: int,
+              read: list[float]) -> None:  # fmt: skip
+        """A row when something has changed; `read` are the settings that were on a device, in the order of `names`."""
+        number, g, class_name, count = head
+        settings |= dict(zip(names, read, strict=True))
+        values = (count, *settings.values())
+        if last.get((number, g)) == values:
+            return
+        last[number, g] = values
+        lr = settings.get("lr")
+        rest = {k: v for k, v in settings.items() if k != "lr"}
+        emit(OPTIM, (number, g, float(lr) if isinstance(lr, (int, float)) else math.nan, count),
+             (class_name, json.dumps(rest, sort_keys=True, default=str)), step=step)  # fmt: skip
 
     def clip_norm(original: Any) -> Any:
         def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +112,12 @@ def install(emit: Emit) -> Undo:
 
 
 def scalar(value: Any) -> Any:
-    """A setting as JSON holds it. Tensors on a device are named, not read: that would make the host wait."""
+    """A setting as JSON holds it. Tensors on a device are named, not read: that would make the host wait. The name
+    leaves out which device of the node it is: every rank has its own."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, (tuple, list)) and len(value) <= 8:
         return [scalar(v) for v in value]
     if hasattr(value, "is_cuda"):
-        return value.item() if value.numel() == 1 and not value.is_cuda else f"tensor on {value.device}"
+        return value.item() if value.numel() == 1 and not value.is_cuda else f"tensor on {value.device.type}"
     return type(value).__name__

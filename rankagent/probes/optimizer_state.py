@@ -1,6 +1,6 @@
 """Exact fingerprints of what optimizers remember: moments, momentum, step counters, whatever `optimizer.state` holds.
 
-Writes    optim_state, loaded
+Writes    optim_state, optim_loaded
 Costs     per watched step and optimizer the state of 4 small parameters before and after the update and of 8 others in
           turn after it (windows of 2,040 elements), 2 us a tensor; everything, 0.4 ms per million elements, before the
           first two updates of an optimizer, after load_state_dict and at the end
@@ -33,12 +33,11 @@ OPTIM_STATE = Table("optim_state", (
            "or a number's float64 bits; -1 without this state, 0 present and not looked at"),
 ), "one row per optimizer before and after each watched update")  # fmt: skip
 
-LOADED = Table("loaded", (
-    Column("number", "int32", "", "optimizer, or scheduler, of this process"),
-    Column("entries", "int32", "", "parameters for which state was loaded; of a scheduler the position that it was set to"),
-    Column("kind", "text", "", "optimizer or scheduler"),
+LOADED = Table("optim_loaded", (
+    Column("optimizer", "int32", "", "optimizer of this process, see optim"),
+    Column("entries", "int32", "", "parameters for which it has state then"),
     Column("class_name", "text", "", "its class"),
-), "one row per load_state_dict, at the step in progress")  # fmt: skip
+), "one row per load_state_dict of an optimizer, at the step in progress")  # fmt: skip
 
 TABLES = (OPTIM_STATE, LOADED)
 
@@ -166,7 +165,7 @@ def install(emit: Emit) -> Undo:
         step = agent.window.step
         number = catalogue.add_optimizer(optimizer)
         entries = sum(1 for state in optimizer.state.values() if state)
-        emit(LOADED, (number, entries), ("optimizer", type(optimizer).__name__))
+        emit(LOADED, (number, entries), (type(optimizer).__name__,))
         whole_left[number] = max(1, whole_left.get(number, WHOLE_STARTS))
         pause = LOAD_WATCH_PAUSE * agent.governor.watch_steps
         if step > 1 and (not watched_from[0] or step - watched_from[0] >= pause):

@@ -136,6 +136,7 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
                  digest=[300 * moment + t for t in range(4)] + [bits(moment)] * 4 if moment else [])  # fmt: skip
     rows.add("buffer", **me, stage="sync", generation=1, tensors=[4, 5], digest=[step, step])
     rows.add("buffer", **me, stage="end", generation=1, tensors=[4, 5], digest=[step * 10 + rank, step])
+    rows.add("schedule", **me, position=step, bad_epochs=-1, cooldown=-1, best="nan", class_name="LambdaLR")
     rows.add("clip", **me, max_norm=1.0, norm_type=2.0, norm=0.5, calls=1)
     rows.add("memory", **me, rss_bytes=10**9, vms_bytes=4 * 10**9, limit_as_bytes=-1,
              cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)  # fmt: skip

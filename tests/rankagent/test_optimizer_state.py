@@ -89,8 +89,8 @@ def test_loading_state_is_recorded_and_looked_at_in_whole(tmp_path):
             step(model, optimizer)
 
     rows = record(tmp_path, program)
-    assert [(r["step"], r["kind"], r["class_name"], r["entries"]) for r in rows["loaded"]] == [
-        (4, "optimizer", "SGD", 6)
+    assert [(r["step"], r["optimizer"], r["class_name"], r["entries"]) for r in rows["optim_loaded"]] == [
+        (4, 0, "SGD", 6)
     ]
     starts = {r["step"]: len(r["tensors"]) for r in rows["optim_state"] if r["stage"] == "start"}
     assert starts == {1: 6, 2: 6, 3: 4, 4: 6, 5: 4}

@@ -22,6 +22,7 @@ PATCHED = [
     (random, "seed"), (numpy.random, "seed"),
     (nn.utils, "clip_grad_norm_"), (nn.utils.clip_grad, "clip_grad_norm_"), (nn.utils, "clip_grad_value_"),
     (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "load_state_dict"),
+    *[(getattr(torch.optim.lr_scheduler, n), "__init__") for n in ("LRScheduler", "ReduceLROnPlateau", "SequentialLR")],
     (torch.amp.GradScaler, "scale"), (torch.amp.GradScaler, "_maybe_opt_step"),
     (torch.distributed, "destroy_process_group"), (torch.distributed.algorithms.join.Join, "__enter__"),
     (sys, "excepthook"), (threading, "excepthook"),

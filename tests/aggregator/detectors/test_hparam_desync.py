@@ -170,3 +170,29 @@ def test_a_schedule_by_epochs_does_not_differ_when_join_has_made_the_epochs_uneq
     for rank, step in enumerate((3, 4, 4)):
         rows.add("event", rank=rank, step=step, kind="join")
     assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def _standing(rows: Rows, rank: int, step: int, position: int, class_name: str = "StepLR") -> None:
+    rows.add("schedule", rank=rank, step=step, position=position, class_name=class_name, bad_epochs=-1, cooldown=-1)
+
+
+def test_a_scheduler_that_only_one_rank_steps_is_a_note_until_the_rates_differ() -> None:
+    rows = _same()
+    for step in range(1, 6):
+        for rank in range(3):
+            _standing(rows, rank, step, step if rank == 1 else 1)
+    (found,) = _found(rows)
+    assert (found.ranks, found.subject, found.first_step) == ((1,), "scheduler.last_epoch", 2)
+    assert (found.severity, found.last_good_step) == ("note", 1)
+    _set(rows, 1, 5, 0.05)
+    severities = {f.subject: f.severity for f in _found(rows)}
+    assert severities == {"scheduler.last_epoch": "note", "lr": "critical"}
+
+
+def test_schedulers_of_other_classes_and_equal_ones_are_silent() -> None:
+    rows = _same()
+    for step in range(1, 6):
+        for rank in range(3):
+            _standing(rows, rank, step, step)
+            rows.add("schedule", rank=rank, scheduler=1, step=step, position=rank, class_name=f"Own{rank}")
+    assert _found(rows, "CLEAR") == []

@@ -93,7 +93,7 @@ def test_a_counter_is_shown_as_a_number() -> None:
 def test_state_that_only_one_rank_loaded_differs_before_its_first_update() -> None:
     rows = catalogue(Rows(), 4, "w", "b")
     state(rows, 1, "start", {0: _moments(20)} | {key: [] for key in (1, 2, 3)})
-    rows.add("loaded", rank=0, step=1, kind="optimizer", entries=2)
+    rows.add("optim_loaded", rank=0, step=1, entries=2)
     for step in (1, 2):
         for rank in range(4):
             rows.add("step", rank=rank, step=step, optimizers=1, backwards=1)
