@@ -16,9 +16,19 @@ from .findings import Abstention
 
 T = TypeVar("T", bound=Hashable)
 
-# sharing -> why such tensors are never compared
+# What the ranks promise about a tensor, from the tensor catalogue: its `sharing`, a sharded one's told apart by who
+# holds the same part: nobody, ranks over which its gradient is reduced (hybrid), ranks that each compute it for
+# themselves (duplicated).
+PROMISE: Final = """CASE WHEN sharing <> 'sharded' OR peers = '' THEN sharing
+    WHEN list_has_all(string_split(shards, ','), string_split(peers, ',')) THEN 'hybrid' ELSE 'duplicated' END"""
+# Replicas by declaration: one reduction gives all of them the same gradient.
+DECLARED: Final = ("ddp", "late", "hybrid")
+# Replicas only if nothing speaks against it: no wrapper reduces them.
+UNDECLARED: Final = ("plain", "outside", "ignored")
+COMPARED: Final = (*DECLARED, *UNDECLARED, "duplicated")
+
+# promise -> why such tensors are never compared
 NEVER_COMPARED: Final = {
-    "ignored": "DDP was told to leave them alone",
     "sharded": "each rank holds its own part of them",
     "hook": "a communication hook of the user's reduces them, perhaps not over all ranks",
 }
@@ -43,7 +53,7 @@ def split(values: Mapping[int, T]) -> Split:
 
 
 def why_not_compared(kinds: Iterable[str], nameless: bool) -> str:
-    """One sentence on why tensors of these kinds of sharing have no replica to be compared with."""
+    """One sentence on why tensors of these promises have no replica to be compared with."""
     known = [f"{kind} ({NEVER_COMPARED[kind]})" for kind in sorted(set(kinds)) if kind in NEVER_COMPARED]
     if known:
         return "no tensor that replicas must share: all are " + ", ".join(known)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from .detector import RunFacts
 from .findings import Abstention, Evidence, Finding, Severity
-from .groups import Split, interval, listed, split, unheard, why_not_compared
+from .groups import COMPARED, DECLARED, PROMISE, UNDECLARED, Split, interval, listed, split, unheard, why_not_compared
 from .stages import point_of
 
 SHOWN = 8  # tensors, and ranks of each, that evidence lists: enough to recognise a pattern, short enough to read
@@ -54,8 +54,9 @@ class Row(NamedTuple):
     moving: list[int]  # ranks on which its bits change over time
     values: int  # most different values that it has on one of these
     windowed: bool  # each check looked at one part of it
-    kept: int  # trained tensors of the same unwrapped model that agree at every check
+    kept: int  # trained tensors of the same model and undeclared sharing that agree at every check
     unlike: int  # those of them that differed at their first check already
+    never_equal: bool  # it differed at its first check itself
     ranks: list[int]
     marks: list[int]
     last_ranks: list[int]
@@ -70,7 +71,12 @@ def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = 
     an expression over the differing tensor `a`, `whole` the size up to which a model's tensors are looked at whole,
     `settings` an expression for `own_settings`, `catalogue` a table or subquery to take for the tensor catalogue.
     """
-    sql = _PARTED.replace("{tensor}", catalogue).replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
+    sql = (
+        _PARTED.replace("{promise}", PROMISE)
+        .replace("{compared}", str(COMPARED))
+        .replace("{undeclared}", str(UNDECLARED))
+    )
+    sql = sql.replace("{tensor}", catalogue).replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
     sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
     return sql.replace("{fits}", fits).replace("{settled}", settled).replace("{settings}", settings)
 
@@ -82,7 +88,8 @@ known AS (
            trainable OR optimizer >= 0 AS owned, len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
            hash(name, model, model_type, shape, dtype, sharing, broadcast, peers) AS id, windows
     FROM (
-        SELECT *, CASE WHEN kind = 'param' AND numel > {window}
+        SELECT * REPLACE ({promise} AS sharing),
+               CASE WHEN kind = 'param' AND numel > {window}
                         AND sum(numel) OVER (PARTITION BY rank, attempt, pid, generation, kind) > {whole}
                        THEN ((numel + {window} - 1) // {window}) | 1 ELSE 1 END AS windows
         FROM {tensor}
@@ -91,10 +98,10 @@ known AS (
 held AS (
     SELECT attempt, id, any_value(name) AS name, any_value(model) AS model, min(index) AS index,
            any_value(sharing) AS sharing, any_value(broadcast) AS broadcast, bool_or(owned) AS owned
-    FROM known WHERE joined AND sharing IN ('ddp', 'late', 'plain')
+    FROM known WHERE joined AND sharing IN {compared}
     GROUP BY attempt, id
     HAVING min(rank) <> max(rank)
-       AND (any_value(sharing) <> 'plain' OR count(DISTINCT rank) = any_value(peers))
+       AND (any_value(sharing) NOT IN {undeclared} OR count(DISTINCT rank) = any_value(peers))
 ),
 fit AS (SELECT k.* FROM known k JOIN held USING (attempt, id)),
 catalogue AS (
@@ -151,14 +158,16 @@ life AS (
     FROM tensor_check GROUP BY attempt, id
 ),
 fellows AS (
-    SELECT attempt, model, count(*) FILTER (first IS NULL AND moves) AS kept, count(*) FILTER (unlike) AS unlike
-    FROM life JOIN held USING (attempt, id) WHERE sharing = 'plain' AND owned GROUP BY attempt, model
+    SELECT attempt, model, sharing, count(*) FILTER (first IS NULL AND moves) AS kept,
+           count(*) FILTER (unlike) AS unlike
+    FROM life JOIN held USING (attempt, id) WHERE sharing IN {undeclared} AND owned GROUP BY attempt, model, sharing
 ),
 apart AS (
     SELECT attempt, id, first, last, any_value(returns) AS returns, any_value(differing) AS differing,
            nullif(max(CASE WHEN place % 4 = 0 AND first % 4 > 0 THEN step - 1 ELSE step END) FILTER (
                NOT differs AND place < first AND step < first // 4 AND t.part IN (-1, l.part)), 0) AS last_good,
-           count(DISTINCT step) FILTER (place >= first) AS since, any_value(l.part) >= 0 AS windowed
+           count(DISTINCT step) FILTER (place >= first) AS since, any_value(l.part) >= 0 AS windowed,
+           any_value(l.unlike) AS never_equal
     FROM life l JOIN tensor_check t USING (attempt, id) WHERE first IS NOT NULL GROUP BY attempt, id, first, last
 ),
 drift AS (
@@ -195,10 +204,10 @@ report AS (
            a.first % 4 AS first_sweep, a.last // 4 AS last, a.last_good, a.differing, a.since, a.returns,
            {settled} AS settled, coalesce(d.moving, []) AS moving, coalesce(d.marks, 1) AS most,
            a.windowed, coalesce(f.kept, 0) AS kept,
-           coalesce(f.unlike, 0) AS unlike, m.ranks, m.marks, m.last_ranks, m.last_marks
+           coalesce(f.unlike, 0) AS unlike, a.never_equal, m.ranks, m.marks, m.last_ranks, m.last_marks
     FROM apart a JOIN held h USING (attempt, id) JOIN member m USING (attempt, id)
     LEFT JOIN drift d USING (attempt, id)
-    LEFT JOIN fellows f ON f.attempt = a.attempt AND f.model = h.model AND h.sharing = 'plain'
+    LEFT JOIN fellows f ON f.attempt = a.attempt AND f.model = h.model AND f.sharing = h.sharing
 )
 SELECT * FROM census LEFT JOIN report ON TRUE ORDER BY attempt, first, model, index
 """
@@ -246,7 +255,8 @@ def partings(rows: Iterable[Row], what: str) -> Iterator[Parting]:
         odd = split(dict(zip(row.ranks, row.marks, strict=True)))
         # beyond step 1 it is one difference, whether a tensor was looked at before the update too or only after it
         sweep = END if row.first_sweep == START and row.first > 1 else row.first_sweep
-        together[(row.attempt, row.first, sweep, row.sharing == "plain", odd.odd, odd.decided)].append(row)
+        promised = "" if row.sharing in ("ddp", "late") else row.sharing
+        together[(row.attempt, row.first, sweep, promised, odd.odd, odd.decided)].append(row)
     for found in together.values():
         first = found[0]
         yield Parting(what, tuple(found), split(dict(zip(first.ranks, first.marks, strict=True))))
@@ -257,7 +267,7 @@ def unjudged(census: Row, world_size: int) -> Abstention | None:
     if world_size < 2:
         return Abstention("NOT_APPLICABLE", "a single rank has no replica to differ from")
     if not census.comparable:
-        never = not set(census.kinds) & {"ddp", "late"}
+        never = not set(census.kinds) & {*DECLARED, "outside", "ignored", "duplicated"}
         why = why_not_compared(census.kinds, census.nameless)
         if census.kinds and never:
             return Abstention("NOT_APPLICABLE", why)

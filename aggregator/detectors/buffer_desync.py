@@ -14,6 +14,7 @@ from dataclasses import replace
 from .. import replicas
 from ..detector import RunFacts
 from ..findings import Abstention, Finding
+from ..groups import UNDECLARED
 from ..replicas import Parting, Row
 
 CODE = "BUFFER_DESYNC"
@@ -56,7 +57,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 
 def _constant(parting: Parting) -> Iterator[Finding]:
     """A buffer that no step changes. One value per rank may be meant (a rank's own offset): then at most a note."""
-    plain = parting.rows[0].sharing == "plain"
+    plain = parting.rows[0].sharing in UNDECLARED
     if plain and not parting.odd.decided:
         return
     each_its_own = len(set(parting.rows[0].marks)) == len(parting.odd.odd) > 2

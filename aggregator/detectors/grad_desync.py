@@ -2,7 +2,7 @@
 
 Reads     grad (stage reduced), param, tensor, step
 Says      which ranks, from which step on, which tensors; a gradient that some ranks lack counts as different
-Unknown   only unwrapped, ignored or sharded tensors; steps that no longer correspond
+Unknown   only unwrapped or ignored tensors, or shards of which each rank holds its own; steps that no longer correspond
 Blind to  steps between two sweeps; a wrong value that all replicas share
 """
 
@@ -21,15 +21,15 @@ CODE = "GRAD_DESYNC"
 NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {}
 
-# Unwrapped models are PARAM_DESYNC's: whoever averages parameters has gradients that differ by design. A step that
-# the loss scaler left out threw its gradients away.
+# What no reduction is declared for is PARAM_DESYNC's: whoever averages parameters has gradients that differ by design.
+# A step that the loss scaler left out threw its gradients away.
 SQL = replicas.parted_sql(
     """SELECT g.rank, g.attempt, g.pid, g.generation, greatest(g.step, 1) AS step, g.tensors, 1 AS sweep,
               list_transform(list_zip(g.l2, g.digest), lambda x: CASE WHEN x[1] = -1 THEN -1 ELSE x[2] END) AS marks
        FROM grad g
        LEFT JOIN (SELECT DISTINCT attempt, step FROM step WHERE skipped) s ON s.attempt = g.attempt AND s.step = g.step
        WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
-    "kind = 'param' AND sharing <> 'plain'",
+    "kind = 'param' AND sharing NOT IN ('plain', 'outside', 'ignored', 'duplicated')",
     whole=0,
     settled=settled_sql(">="),
 )
@@ -55,7 +55,9 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         elif parting.odd.decided:
             when, check = "", "look for code on this rank that changes gradients after backward"
         else:
-            when = ": DDP did not reduce it"
+            when = (
+                ": DDP did not reduce it" if first.sharing == "ddp" else ", though it should have been reduced for both"
+            )
             check = "is the wrapper itself called (not .module), and is the last backward of a step outside no_sync?"
         yield replicas.finding(replace(parting, when=when, next_check=check))
     yield from replicas.left_open(rows[0], run)

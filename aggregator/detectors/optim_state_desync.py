@@ -56,8 +56,11 @@ _CATALOGUE = f"""(
                                 CASE WHEN k.number THEN 1 ELSE t.numel END AS numel)
             FROM tensor t CROSS JOIN ({_KEY}) k)"""
 
+# the state of what no reduction is declared for follows its parameters, which are PARAM_DESYNC's
+_REDUCED = "kind = 'param' AND sharing NOT IN ('outside', 'ignored', 'duplicated')"
+
 SQL = f"""
-WITH parted AS ({replicas.parted_sql(_SWEEPS, "kind = 'param'", whole=0, settled=settled_sql(">"),
+WITH parted AS ({replicas.parted_sql(_SWEEPS, _REDUCED, whole=0, settled=settled_sql(">"),
                                      catalogue=_CATALOGUE)})
 SELECT r, r.name IS NOT NULL AND split_part(r.name, ' of ', 1) IN (SELECT key FROM ({_KEY}) WHERE number) AS number,
        coalesce(r.attempt IN ({TIED}), FALSE) AS tied,

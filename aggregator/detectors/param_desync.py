@@ -2,8 +2,9 @@
 
 Reads     param, tensor, step, loss, optim, event (Join)
 Says      which ranks stand apart, from which step on, which tensors, and their digests
-Unknown   no two ranks that share a tensor; steps that no longer correspond; models maybe split by hand
-Blind to  steps between two sweeps; shards and whatever DDP was told to ignore
+Unknown   no two ranks that share a tensor; steps that no longer correspond; models maybe split by hand; tensors that
+          FSDP leaves out and that differ from the start
+Blind to  steps between two sweeps; shards that no other rank holds
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from .. import replicas
 from ..detector import RunFacts
 from ..findings import Abstention, Finding, Severity
+from ..groups import UNDECLARED
 from ..replicas import FINAL, START, Parting, Row
 
 CODE = "PARAM_DESYNC"
@@ -33,6 +35,8 @@ SQL = replicas.parted_sql(
 )
 
 NO_WRAPPER = "that these tensors are replicas is not declared: no wrapper holds them, their ranks share a process group"
+LEFT_OUT = "that these tensors are replicas is not declared: each rank may have been meant to train its own"
+KERNELS = "whether something changed them or kernels that do not repeat their results to the bit let them drift apart"
 CUSTOM = "whether the program wrote them (averaging, loading, clipping) or something hit the rank's memory"
 
 
@@ -44,13 +48,16 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         return
     differing = [r for r in rows if r.name is not None]
     # A frozen tensor that moves by itself is an average kept inside the model, often on one rank only.
-    wrapped = [r for r in differing if r.sharing != "plain" and (r.owned or not replicas.drifts(r))]
+    wrapped = [r for r in differing if r.sharing not in UNDECLARED and (r.owned or not replicas.drifts(r))]
     averaged = [r for r in wrapped if r.returns >= PERIODIC_RETURNS]
     for parting in replicas.partings(wrapped, "parameter"):
         yield from _wrapped(parting, averaged, run)
     plain = [r for r in differing if r.sharing == "plain" and r.owned]
     for model in replicas.same_model(plain):
         yield from _unwrapped(model, run)
+    left_out = [r for r in differing if r.sharing in ("outside", "ignored") and (r.owned or not replicas.drifts(r))]
+    for model in replicas.same_model(left_out):
+        yield from _left_out(model)
     yield from replicas.left_open(rows[0], run)
 
 
@@ -64,6 +71,9 @@ def _wrapped(parting: Parting, averaged: Sequence[Row], run: RunFacts) -> Iterat
     elif returns:
         when = f", and they agree again {returns} times, as local training with a periodic average does"
         yield replicas.finding(replace(parting, severity="note", when=when))
+    elif first.sharing == "duplicated":
+        check = "compare what these ranks compute from the same data: dropout, seeds and own writes must be the same"
+        yield replicas.finding(replace(parting, severity="warning", cannot_conclude=(KERNELS,), next_check=check))
     elif first.first_sweep == START and first.first == 1:
         check = "compare what each rank loaded or drew before the first step, and whether DDP was built before or after"
         yield replicas.finding(replace(parting, when=", before the first update", next_check=check))
@@ -113,3 +123,32 @@ def _unwrapped(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstent
             # Some agree and some came apart: a reduction that forgot them, or experts that each rank has of its own.
             severity: Severity = "note" if kept else "warning"
             yield replicas.finding(replace(parting, severity=severity, cannot_conclude=(NO_WRAPPER,), next_check=check))
+
+
+def _left_out(rows: Sequence[Row]) -> Iterator[Finding | Abstention]:
+    """Tensors of one model that its wrapper does not reduce. Whoever means each rank to have its own begins with
+    different values (experts, adapters); what began equal and is trained on each rank's own gradient was forgotten."""
+    together = list(replicas.partings([r for r in rows if r.first_sweep != FINAL], "parameter"))
+    if any(r.returns for r in rows):
+        return  # ranks that come together again average by themselves
+    undecided = [p for p in together if not p.odd.decided]
+    own = [r for p in undecided for r in p.rows if r.never_equal]
+    for parting in together:
+        if parting.odd.decided:
+            yield replicas.finding(replace(parting, severity="warning", cannot_conclude=(LEFT_OUT,)))
+        elif began := tuple(r for r in parting.rows if not r.never_equal):
+            first = began[0]
+            what = "DDP was told to ignore it" if first.sharing == "ignored" else "FSDP does not cover it"
+            when = f", though it was equal before: {what}, and nothing else evens it out"
+            # beside tensors that each rank has of its own, one that began equal may be one of them (zeros, ones)
+            severity: Severity = "note" if any(r.owned for r in own) else "warning"
+            check = "wrap the module that holds it, or reduce its gradient by hand"
+            yield replicas.finding(
+                replace(
+                    parting, rows=began, severity=severity, when=when, cannot_conclude=(LEFT_OUT,), next_check=check
+                )
+            )
+    if any(r.sharing == "outside" for r in own):
+        name = next(r.name for r in own if r.sharing == "outside")
+        why = f"parameter {name}, which FSDP leaves out, differs from the start: each rank's own, or never made equal?"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)

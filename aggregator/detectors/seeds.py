@@ -33,8 +33,8 @@ WITH first AS (
 ), caller AS (
     SELECT rank, attempt, library, arg_max("where", seq) AS place FROM seed WHERE step <= $last_step GROUP BY ALL
 ), parts AS (
-    SELECT attempt, count(DISTINCT peers) AS groups FROM tensor
-    WHERE peers <> '' AND sharing <> 'plain' GROUP BY attempt
+    SELECT attempt, count(DISTINCT CASE WHEN shards <> '' THEN shards ELSE peers END) AS groups FROM tensor
+    WHERE (peers <> '' OR shards <> '') AND sharing <> 'plain' GROUP BY attempt
 )
 SELECT f.attempt, f.library, f.rank, f.seeded, f.seed, coalesce(c.place, ''), coalesce(p.groups, 0)
 FROM flat f LEFT JOIN caller c USING (rank, attempt, library) LEFT JOIN parts p USING (attempt)

@@ -32,7 +32,9 @@ STOPPED_SLACK = 2
 # from the coupled group's first rank, so that a window that varies for all of them alike is no difference.
 SQL = """
 WITH coupled AS (
-    SELECT rank, attempt, min(hash(peers)) AS team FROM tensor WHERE sharing <> 'plain' AND sharing <> 'ignored'
+    SELECT rank, attempt, hash(arg_max(ranks, len(ranks))) AS team
+    FROM (SELECT rank, attempt, CASE WHEN sharing = 'sharded' THEN mesh ELSE peers END AS ranks
+          FROM tensor WHERE sharing NOT IN ('plain', 'ignored', 'outside'))
     GROUP BY rank, attempt
 ),
 mine AS (

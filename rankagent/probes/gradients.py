@@ -132,6 +132,8 @@ def install(emit: Emit) -> Undo:
                     part = fingerprint.windowed(grad, step)  # it was copied, or has got other memory
             else:
                 if entry.sharing == "sharded":
+                    if not torchprivate.same_placements(p, grad):
+                        continue  # a partial sum, which the update will reduce
                     grad = torchprivate.local_shard(grad)
                 if (
                     grad.is_sparse

@@ -3,7 +3,7 @@
 Writes    param, buffer, tensor
 Costs     0.4 ms per million elements and watched step; of models above 4 M elements a moving window of 2,040
           elements per tensor instead (2 us a tensor), and full sweeps before the first update and at the end
-Blind to  shards (DTensor, flat parameters): they are catalogued, not compared
+Blind to  what of a sharded tensor other ranks hold; memory that FSDP has freed
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ TENSOR = Table("tensor", (
 
 TABLES = (PARAM, BUFFER, TENSOR)
 UNMEASURED = -2.0
-SENTINELS = (
-    8  # small tensors that are looked at before each watched update as well: an average made by hand between two
-)
-# updates brings the ranks together there, and only there
+# Small tensors that are looked at before each watched update as well: an average made by hand between two updates
+# brings the ranks together there, and only there.
+SENTINELS = 8
 WHOLE_ELEMENTS = 4_000_000  # up to 1.5 ms on one core; in the windows of a larger model a local change shows later
 NORM_STEPS = 16  # parameter norms move slowly: on a host they are taken at the first, the last and every 16th step
 
@@ -83,8 +82,7 @@ def install(emit: Emit) -> Undo:
         if describe():
             sweep("start", step, everything=True)
         elif began[0] != step:
-            small = [e for e in catalogue.params if e.optimizer >= 0 and e.numel <= fingerprint.WINDOW_ELEMENTS]
-            fingerprints(PARAM, "start", step, small[-SENTINELS:], False)
+            fingerprints(PARAM, "start", step, sentinels(catalogue.params), False)
         began[0] = step
 
     def step_end() -> None:
@@ -175,3 +173,14 @@ def install(emit: Emit) -> Undo:
     emit.on("ending", ending)
     emit.on("close", ending)
     return on_device.clear
+
+
+def sentinels(params: list[Entry]) -> list[Entry]:
+    """The tensors to look at before an update, in catalogue order."""
+    held = [e for e in params if e.optimizer >= 0]
+    chosen = {e.index for e in [e for e in held if e.numel <= fingerprint.WINDOW_ELEMENTS][-SENTINELS:]}
+    # what a wrapper leaves out is averaged on its own, if at all: one of those, whatever its size
+    left_out = [e for e in held if e.sharing in ("outside", "ignored")]
+    if left_out:
+        chosen.add(min(left_out, key=lambda e: e.numel).index)
+    return [e for e in held if e.index in chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kit.replicas import catalogue, sweep
 from kit.rows import Rows
 from tdbg.aggregator.detectors import grad_desync
@@ -99,3 +101,17 @@ def test_a_late_tensor_is_named_although_clipping_carried_its_difference_into_th
     (found,) = _found(rows, world_size=2)
     assert found.subject == "b"
     assert "added after DDP was built" in found.summary
+
+
+def test_replicas_of_a_shard_must_get_one_gradient() -> None:
+    rows = catalogue(Rows(), 4, "a", sharing="sharded", peers="0,2", shards="0,1,2,3")
+    rows.connection.execute("UPDATE tensor SET peers = '1,3' WHERE rank IN (1, 3)")
+    for step in (1, 2, 3):
+        sweep(rows, "grad", step, {r: [10 * step + r % 2 + 5 * (r == 2 and step > 1)] for r in range(4)}, "reduced")
+    (found,) = _found(rows, world_size=4)
+    assert (found.ranks, found.first_step, found.severity) == ((0, 2), 2, "critical")
+
+
+@pytest.mark.parametrize("sharing", ["outside", "ignored"])
+def test_gradients_that_no_wrapper_reduces_are_left_to_the_parameters(sharing: str) -> None:
+    assert _found(_rows({0: [1, 2], 1: [3, 4], 2: [5, 6]}, sharing=sharing), "INSUFFICIENT_EVIDENCE") == []
