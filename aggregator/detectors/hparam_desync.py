@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
 from ..groups import listed, split, unheard
-from ..replicas import TIED
+from ..tied import TIED
 
 CODE = "HPARAM_DESYNC"
 NEEDS = {"optim": 1, "step": 1}

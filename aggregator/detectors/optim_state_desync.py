@@ -17,8 +17,9 @@ from .. import replicas
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding, Severity
 from ..groups import listed
-from ..replicas import FINAL, START, TIED, Parting
+from ..replicas import FINAL, START, Parting
 from ..settled import settled_sql
+from ..tied import TIED
 
 CODE = "OPTIM_STATE_DESYNC"
 NEEDS = {"optim_state": 1, "tensor": 1}
