@@ -35,13 +35,17 @@ FROM flat f JOIN tensor t USING (rank, attempt, pid, generation, index)
 
 # A pass over a loader feeds training when about as many backwards ran during it as it gave batches. Not "after each
 # batch": with accumulation some trainers fetch a whole window first. Evaluation runs none, or fetches without autograd.
+# It is whole when the loader said so, or gave all the batches that it has: some trainers count and never ask for more.
 TRAINING_PASS: Final = """
 CREATE OR REPLACE VIEW training_pass AS
-SELECT rank, attempt, pid, loader, iterator, max(backwards) - min(backwards) AS backwards,
-       count(*) FILTER (WHERE "end" = '') AS batches, bool_or("end" = 'StopIteration') AS whole
-FROM batch GROUP BY rank, attempt, pid, loader, iterator
-HAVING max(backwards) > min(backwards) AND (max(backwards) - min(backwards)) * 2 >= count(*) - 1
-   AND count(*) FILTER (WHERE grad_enabled) * 2 >= count(*)
+SELECT b.rank, b.attempt, b.pid, b.loader, b.iterator, max(b.backwards) - min(b.backwards) AS backwards,
+       count(*) FILTER (WHERE b."end" = '') AS batches,
+       bool_or(b."end" = 'StopIteration') OR coalesce(max(l.skipped) = 0 AND max(l.batches) > 0
+           AND count(*) FILTER (WHERE b."end" = '') >= max(l.batches), FALSE) AS whole
+FROM batch b LEFT JOIN loader l USING (rank, attempt, pid, loader, iterator)
+GROUP BY ALL
+HAVING max(b.backwards) > min(b.backwards) AND (max(b.backwards) - min(b.backwards)) * 2 >= count(*) - 1
+   AND count(*) FILTER (WHERE b.grad_enabled) * 2 >= count(*)
 """
 
 TRAINING_BATCH: Final = """

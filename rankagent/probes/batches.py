@@ -270,6 +270,9 @@ def install(emit: Emit) -> Undo:
         inner = samplers[-1]
         kind = type(inner).__name__
         size, drop_last = batching(samplers)
+        lone = (
+            len(samplers) == 1 and iterator._auto_collation
+        )  # a batch sampler of the user's: its length is in batches
         workers = getattr(iterator, "_num_workers", 0)
         processes = getattr(iterator, "_workers", None) or [None]
         start = getattr(processes[0], "_start_method", None) or agent.torch.multiprocessing.get_start_method()
@@ -280,7 +283,7 @@ def install(emit: Emit) -> Undo:
         emit(LOADER, (
             number, passes[number], workers, size, drop_last, agent.samplers.find(inner), shuffles(inner),
             bool(getattr(inner, "replacement", False)) or kind in REPLACEMENT, batches,
-            -1 if iterable else length(inner), sharers(samplers), ranks, skipped, iterable,
+            -1 if iterable or lone else length(inner), sharers(samplers), ranks, skipped, iterable,
             roots.of(chain[0].dataset), -1 if iterable else chain[0].length,
             signed(iterator._base_seed) if workers else 0, getattr(iterator, "_worker_init_fn", None) is not None,
         ), (start if workers else "", kind, chain[0].name, dataset_digest(chain[0].dataset), json.dumps(shape)))  # fmt: skip

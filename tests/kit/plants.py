@@ -198,6 +198,11 @@ PLANTS: dict[str, Plant] = {
     "SHARD_MISSING": Plant(
         sql("""UPDATE loader SET dataset_length = 900, levels = '[["Rows", 900, ""]]'"""), None, PASS
     ),
+    "SAMPLES_DROPPED": Plant(  # a quarter of what the sampler deals fills no batch
+        sql("UPDATE sampler SET dataset_length = dataset_length * 4 / 3",
+            f"UPDATE loader SET samples = {PASS * BATCH * 4 // 3}, batch_size = {PASS * BATCH}, drop_last = TRUE"),
+        None, PASS,
+    ),
     "SHARD_UNEVEN": Plant(sql(f"DELETE FROM batch WHERE rank = 2 AND index = {PASS - 1}"), (2,), PASS - 1),
     "EPOCH_NOT_RESHUFFLED": Plant(
         sql("UPDATE batch SET ids = o.ids FROM batch o WHERE batch.iterator = 1 AND o.iterator = 0 "
