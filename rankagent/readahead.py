@@ -114,11 +114,12 @@ class Following:
             skip = getattr(loader, "skip_batches", 0)
             dispatches = hasattr(type(loader), "_fetch_batches")
             ranks = getattr(loader.state, "num_processes", 1) if dispatches else 0
-            return self._follow(original(loader), Waiting(skip if isinstance(skip, int) else 0, dispatches, ranks))
+            waiting = Waiting(skip if isinstance(skip, int) else 0, dispatches, ranks)
+            return self._follow(loader, original(loader), waiting)
 
         return __iter__
 
-    def _follow(self, generator: Any, waiting: Waiting) -> Iterator[Any]:
+    def _follow(self, loader: Any, generator: Any, waiting: Waiting) -> Iterator[Any]:
         box: list[Any] = []  # not a local name: this frame must not hold the batch while training has it
         try:
             while True:
@@ -128,9 +129,10 @@ class Following:
                     break
                 guard.attempt(self.off, self._hand_next, waiting, box)
                 yield box.pop()
-            guard.attempt(self.off, self.end, waiting)
         finally:
             generator.close()
+            if getattr(loader, "end_of_dataloader", False):  # trainers that count leave at the last batch
+                guard.attempt(self.off, self.end, waiting)
 
     def _hand_next(self, waiting: Waiting, box: list[Any]) -> None:
         self.hand(waiting.next_group(), box[0], waiting)

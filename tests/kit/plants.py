@@ -15,6 +15,7 @@ from .rows import Rows, bits
 
 STEPS = 24  # two epochs of PASS batches each
 PASS = 12
+HELD = 3  # batches of an evaluation after each epoch
 BATCH = 4
 TENSORS = ("in.weight", "in.bias", "out.weight", "out.bias")
 SHAPES = ("8x4", "8", "2x8", "2")
@@ -143,6 +144,21 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("phase", **me, data_ns=10**6, forward_ns=10**6, backward_ns=10**6, optimizer_ns=10**6, other_ns=10**6)
     if index == PASS - 1:
         rows.add("batch", **me, iterator=epoch, index=PASS, backwards=step, end="StopIteration")
+        _evaluate(rows, me, rank, ranks, epoch)
+
+
+def _evaluate(rows: Rows, me: dict[str, int], rank: int, ranks: int, epoch: int) -> None:
+    """A pass over held-out data of its own, without autograd."""
+    about = {"loader": 1, "iterator": epoch}
+    held = ranks * HELD * BATCH
+    rows.add("loader", **me, **about, batch_size=BATCH, sampler_class="SequentialSampler", dataset=1, batches=HELD,
+             samples=HELD * BATCH, dataset_class="Held", dataset_digest="h", dataset_length=held,
+             levels=f'[["Held", {held}, ""]]')  # fmt: skip
+    for index in range(HELD):
+        ids = [(index * BATCH + i) * ranks + rank for i in range(BATCH)]
+        rows.add("batch", **me, **about, index=index, samples=BATCH, ids=ids, backwards=me["step"], grad_enabled=False,
+                 digests=[104729 * (i + 1) for i in ids])  # fmt: skip
+    rows.add("batch", **me, **about, index=HELD, backwards=me["step"], end="StopIteration")
 
 
 CHANGED = "[digest[1], 999, digest[3], digest[4]]"  # the second tensor's bits are others
@@ -192,7 +208,7 @@ PLANTS: dict[str, Plant] = {
     "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),
     "SHARD_OVERLAP": Plant(
         sql("UPDATE batch SET ids = o.ids, digests = o.digests FROM batch o WHERE batch.rank = 2 AND o.rank = 1 "
-            "AND o.iterator = batch.iterator AND o.index = batch.index"),
+            "AND o.loader = batch.loader AND o.iterator = batch.iterator AND o.index = batch.index"),
         (1, 2), 1,
     ),
     "SHARD_MISSING": Plant(
@@ -203,10 +219,13 @@ PLANTS: dict[str, Plant] = {
             f"UPDATE loader SET samples = {PASS * BATCH * 4 // 3}, batch_size = {PASS * BATCH}, drop_last = TRUE"),
         None, PASS,
     ),
+    "TRAIN_EVAL_OVERLAP": Plant(  # every evaluation sample has the content of a training sample
+        sql("UPDATE batch SET digests = [7919 * i + 1 FOR i IN ids] WHERE loader = 1"), None, PASS
+    ),
     "SHARD_UNEVEN": Plant(sql(f"DELETE FROM batch WHERE rank = 2 AND index = {PASS - 1}"), (2,), PASS - 1),
     "EPOCH_NOT_RESHUFFLED": Plant(
         sql("UPDATE batch SET ids = o.ids FROM batch o WHERE batch.iterator = 1 AND o.iterator = 0 "
-            "AND o.rank = batch.rank AND o.index = batch.index"),
+            "AND o.loader = batch.loader AND o.rank = batch.rank AND o.index = batch.index"),
         None, PASS + 1,
     ),
     "DATA_ERROR_SWALLOWED": Plant(
