@@ -2,8 +2,8 @@
 
 Reads     making (what a data set or a collate function did inside), batch (exceptions that came out), loader, stream
 Says      the ranks, the first step, which samples, what was given instead, the class of the exception
-Unknown   loaders whose workers did not report
-Blind to  records that an iterable data set skips; data sets without Python code; samples that are right after all
+Unknown   loaders whose workers did not report; handled exceptions in data whose contents are random
+Blind to  data sets of installed packages and those without Python code
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ NEEDS = {"loader": 1, "batch": 1}
 PARAMS = {
     "habit": 0.5,  # samples that raise inside more often than this do so by design: a cache that lacks them at first
     "copies": 3,  # samples with the content of others: one pair may be in the data, and 3 pairs agree once in 2**96
-    "clean": 10,  # times as many samples, all different, show that the data does not repeat by itself
+    "clean": 2,  # times as many samples, all different, show that the data does not repeat by itself
     "compared": 400_000,  # samples whose contents are compared
 }
 
 # kinds: exchanged (another sample was given), copied (raised inside and has another sample's content), none (None after
 # an exception), dropped (the collate function handled exceptions and gave fewer), raised (out of the loader, and the
-# program went on); without an exception seen: filtered (None), short (fewer than asked, where most batches are whole)
+# program went on). Kinds that may be meant: filtered (None without an exception), short (fewer than asked, where most
+# batches are whole), handled (exceptions in less than half of the samples of iterable data, which has no ids to miss)
 SQL = """
 WITH told AS (
     SELECT *, samples_caught > $habit * samples_traced AND samples_traced > 0 AS habit,
            CASE WHEN len(instead_of) > 0 THEN 'exchanged' WHEN none_caught > 0 THEN 'none'
                 WHEN nones > 0 THEN 'filtered'
-                WHEN made >= 0 AND made < asked AND same_size * 2 > fetches THEN
-                     CASE WHEN outside > 0 THEN 'dropped' ELSE 'short' END END AS kind
+                WHEN made < 0 OR made >= asked THEN NULL
+                WHEN outside > 0 AND (same_size > 0 OR outside >= asked - made) THEN 'dropped'
+                WHEN same_size * 2 > fetches THEN 'short' END AS kind
     FROM making
 ), lost AS (
     SELECT attempt, rank, pid, loader, iterator, step, kind, habit, exceptions,
@@ -76,8 +78,24 @@ WITH told AS (
     WHERE "end" NOT IN ('', 'StopIteration', 'StopAsyncIteration', 'GeneratorExit', 'KeyboardInterrupt', 'SystemExit')
       AND EXISTS (FROM batch n WHERE n.attempt = b.attempt AND n.rank = b.rank AND n.pid = b.pid
                   AND n.loader = b.loader AND n.seq > b.seq AND n."end" = '')
+), handled AS (
+    SELECT m.attempt, m.rank, m.pid, m.loader, m.iterator, m.step, 'handled', FALSE, m.exceptions, [], [], m.outside
+    FROM told m JOIN loader l USING (attempt, rank, pid, loader, iterator)
+    WHERE l.iterable AND m.kind IS NULL AND m.outside > 0 AND m.outside < $habit * m.asked
 ), every AS (
-    FROM lost UNION ALL FROM copied UNION ALL FROM raised
+    FROM lost UNION ALL FROM copied UNION ALL FROM raised UNION ALL FROM handled
+), random AS (  -- something random was drawn while batches were made: contents may be new each time
+    SELECT attempt, rank, pid, loader FROM (
+        SELECT attempt, rank, pid, loader, unnest(string_split(names, ',')) AS name, iterator, worker,
+               unnest(digests) AS digest FROM stream)
+    GROUP BY attempt, rank, pid, loader, iterator, worker, name HAVING count(DISTINCT digest) > 1
+), unsure AS (
+    SELECT s.attempt, s.rank, any_value(l.dataset_class) AS class, count(DISTINCT s.id) AS samples
+    FROM suspect s JOIN loader l USING (attempt, rank, pid, loader, iterator)
+    SEMI JOIN random r ON (s.attempt, s.rank, s.pid, s.loader) = (r.attempt, r.rank, r.pid, r.loader)
+    ANTI JOIN clear c ON (s.attempt, s.loader) = (c.attempt, c.loader)
+    ANTI JOIN lost o ON (s.attempt, s.rank, s.pid, s.loader) = (o.attempt, o.rank, o.pid, o.loader)
+    GROUP BY ALL HAVING samples >= $copies
 ), placed AS (
     SELECT e.*, coalesce((SELECT min(b.step) FROM batch b
                           WHERE (b.attempt, b.rank, b.pid, b.loader, b.iterator)
@@ -93,9 +111,11 @@ SELECT p.attempt, p.kind, p.rank, any_value(l.dataset_class), count(*), sum(p.sa
        any_value(p.exceptions)
 FROM placed p JOIN loader l USING (attempt, rank, pid, loader, iterator) GROUP BY ALL
 UNION ALL SELECT attempt, 'silent', rank, class, 0, 0, 0, 0, FALSE, [], [], '' FROM silent
+UNION ALL SELECT attempt, 'unsure', rank, class, 0, samples, 0, 0, FALSE, [], [], '' FROM unsure
 ORDER BY ALL
 """
 
+NOT_SEEN = "whether samples are left out by design: no exception was seen inside"
 SEEN = ("exchanged", "copied", "none", "dropped", "raised")  # kinds with an exception that was seen
 
 
@@ -121,6 +141,12 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         if kind == "silent":
             who = listed({r.rank for r in several})
             why = f"how the batches of {dataset} were made on {who} was not reported"
+            yield Abstention("INSUFFICIENT_EVIDENCE", why)
+        elif kind == "unsure":
+            why = (
+                f"{dataset} handled exceptions while it made {sum(r.samples for r in several)} samples: with contents "
+                "drawn anew each time, whether they are those asked for can't be told"
+            )
             yield Abstention("INSUFFICIENT_EVIDENCE", why)
         else:
             yield _finding(kind, several)
@@ -148,7 +174,7 @@ def _finding(kind: str, rows: Sequence[Row]) -> Finding:
         evidence=tuple(_evidence(kind, r) for r in rows),
         cannot_conclude=()
         if kind in SEEN
-        else ("whether samples are left out by design: no exception was seen inside",),
+        else ("whether samples are left out, and by design" if kind == "handled" else NOT_SEEN,),
         next_check=_next(kind),
     )
 
@@ -162,6 +188,7 @@ def _summary(kind: str, dataset: str, samples: int, names: str) -> str:
         "none": f"{dataset} gave None for {many}, {caught}",
         "dropped": f"batches of {dataset} lost {many} in the collate function, which handled exceptions ({names})",
         "raised": f"{names} came out of the loader of {dataset} and was swallowed: {many} skipped",
+        "handled": f"{dataset} handled {samples} exceptions while it gave its samples ({names})",
         "filtered": f"{dataset} gave None for {many}",
         "short": f"batches of {dataset} hold {many} fewer than the sampler asked for",
     }[kind]
@@ -173,6 +200,8 @@ def _evidence(kind: str, row: Row) -> Evidence:
         pairs = ", ".join(f"{b} for {a}" for a, b in zip(row.ids, row.instead, strict=False))
         return Evidence(row.rank, row.first_step, "samples given", pairs, f"those asked for: {ids}")
     what = f"{row.samples} in {row.batches} batch{'es' if row.batches != 1 else ''}" + (f", e.g. {ids}" if ids else "")
+    if kind == "handled":
+        return Evidence(row.rank, row.first_step, "exceptions handled inside", str(row.samples), "0")
     metric = {"none": "samples that are None", "filtered": "samples that are None"}.get(kind, "samples lost")
     return Evidence(row.rank, row.first_step, metric, what, "0")
 

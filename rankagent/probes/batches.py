@@ -53,7 +53,7 @@ BATCH = Table("batch", (
     Column("index", "int64", "", "position in this pass, from 0"),
     Column("samples", "int32", "", "samples in it; -1 unknown"),
     Column("worker", "int32", "", "worker that made it; -1: the rank's own process did"),
-    Column("ids", "int64[]", "", "positions in the root data set, in order; empty for iterable data"),
+    Column("ids", "int64[]", "", "positions in the root data set, in order, also of a batch whose making raised; empty for iterable data"),
     Column("digests", "int64[]", "", "32-bit content digest per sample, in order; empty when the batch holds no tensor to digest, "
            "and between watched steps where there are ids"),
     Column("wait_ns", "int64", "ns", "wall time that training waited for it"),
@@ -195,11 +195,12 @@ def install(emit: Emit) -> Undo:
         ids: list[int] = []
         digests: list[int] = []
         size = -1
-        if end == "":
+        if end != "StopIteration":  # of a batch whose making raised an exception: the ids that it was to hold
             listed = index if isinstance(index, (list, tuple)) else [index]
             known = not (this.iterable or index is None or len(listed) > IDS_LIMIT)
             ids = root_ids(this.chain, list(listed)) if known else []
-            size = len(listed) if ids else batch_size(data)
+        if end == "":
+            size = len(ids) or batch_size(data)
             digests = digests_of(data, size, bool(ids)) if waiting is None or not waiting.ranks else []
         fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else None, end,
                           getattr(getattr(iterator, "_task_info", None), "worker", -1))  # fmt: skip

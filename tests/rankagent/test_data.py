@@ -242,3 +242,13 @@ def test_what_the_model_gets_is_counted_even_when_it_is_the_loaders_own_tensor(t
 def test_how_workers_are_started_is_said(tmp_path, method):
     loader = DataLoader(Numbers(4), num_workers=1, multiprocessing_context=method)
     assert record(tmp_path, lambda: list(loader))["loader"][0]["worker_start"] == method
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_was_never_made_has_the_ids_it_was_to_hold(tmp_path, workers):
+    def consume():
+        with pytest.raises(ValueError):
+            list(DataLoader(Numbers(30, fail=(7,)), batch_size=5, num_workers=workers))
+
+    (row,) = [r for r in record(tmp_path, consume)["batch"] if r["end"] == "ValueError"]
+    assert (row["ids"], row["samples"]) == ([5, 6, 7, 8, 9], -1)

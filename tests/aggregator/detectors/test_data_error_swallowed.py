@@ -100,3 +100,20 @@ def test_a_loader_whose_workers_did_not_report_is_unknown():
     rows = healthy(2)
     rows.connection.execute("DELETE FROM stream WHERE rank = 1")
     assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_exceptions_in_iterable_data_are_a_note_unless_they_are_how_it_works():
+    def judged(outside):
+        rows = run(outside=outside, samples_traced=0, samples_caught=0)
+        rows.connection.execute("UPDATE loader SET iterable = TRUE")
+        return judge(rows)
+
+    _, (note,) = judged(1)
+    assert note.severity == "note"
+    assert judged(2) == ("CLEAR", [])
+
+
+def test_handled_exceptions_in_random_data_are_unknown():
+    rows = run(caught_ids=[1, 2, 3])
+    rows.add("stream", rank=0, pid=9, worker=-1, fetches=1, names="torch", digests=[2], origins=[1])
+    assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
