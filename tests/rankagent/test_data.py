@@ -247,7 +247,7 @@ def test_how_workers_are_started_is_said(tmp_path, method):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_that_was_never_made_has_the_ids_it_was_to_hold(tmp_path, workers):
     def consume():
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="broken"):
             list(DataLoader(Numbers(30, fail=(7,)), batch_size=5, num_workers=workers))
 
     (row,) = [r for r in record(tmp_path, consume)["batch"] if r["end"] == "ValueError"]
