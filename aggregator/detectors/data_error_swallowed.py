@@ -36,7 +36,7 @@ WITH told AS (
                 WHEN nones > 0 THEN 'filtered'
                 WHEN made < 0 OR made >= asked THEN NULL
                 WHEN outside > 0 AND (same_size > 0 OR outside >= asked - made) THEN 'dropped'
-                WHEN same_size * 2 > fetches THEN 'short' END AS kind
+                WHEN same_size * 2 > judged THEN 'short' END AS kind
     FROM making
 ), lost AS (
     SELECT attempt, rank, pid, loader, iterator, step, kind, habit, exceptions,

@@ -19,7 +19,15 @@ def run(ids=range(40), digests=None, **making):
         part = slice(4 * index, 4 * index + 4)
         rows.add("batch", **at, step=1 + index, index=index, samples=4, ids=ids[part], digests=digests[part])
     if making:
-        usual = {"fetches": 5, "asked": 4, "made": 4, "same_size": 5, "samples_traced": 40, "samples_caught": 2}
+        usual = {
+            "fetches": 5,
+            "asked": 4,
+            "made": 4,
+            "judged": 5,
+            "same_size": 5,
+            "samples_traced": 40,
+            "samples_caught": 2,
+        }
         rows.add("making", **at, step=5, exceptions="OSError", **(usual | making))
     return rows
 

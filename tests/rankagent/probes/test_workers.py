@@ -174,3 +174,8 @@ def test_each_batch_says_which_worker_made_it(tmp_path, workers):
     rows = rows_of(tmp_path, Noisy(20), num_workers=workers)["batch"]
     given = [r["worker"] for r in rows if r["end"] == ""]
     assert given == ([0, 1] * 4 if workers else [-1] * 8)
+
+
+def test_later_batches_are_looked_at_for_none_alone(tmp_path):
+    rows = rows_of(tmp_path, Nothing(800, broken=(640, 641, 777)), collate_fn=without_none)["making"]
+    assert [(r["fetches"], r["nones"], r["none_ids"]) for r in rows[:2]] == [(129, 2, [640, 641]), (155, 1, [777])]
