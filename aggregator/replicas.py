@@ -95,10 +95,17 @@ known AS (
         FROM {tensor}
     ) WHERE {catalogued}
 ),
+ragged AS (  -- models that are not the same on all their ranks: stages, or trainings of their own, with parts alike
+    SELECT DISTINCT attempt, model FROM (
+        SELECT attempt, model FROM known WHERE joined AND sharing = 'plain' AND owned AND generation = 1
+        GROUP BY attempt, model, id HAVING count(DISTINCT rank) < any_value(peers))
+),
 held AS (
     SELECT attempt, id, any_value(name) AS name, any_value(model) AS model, min(index) AS index,
            any_value(sharing) AS sharing, any_value(broadcast) AS broadcast, bool_or(owned) AS owned
     FROM known WHERE joined AND sharing IN {compared}
+        AND (sharing NOT IN {undeclared} OR NOT EXISTS (
+            SELECT 1 FROM ragged r WHERE r.attempt = known.attempt AND r.model = known.model))
     GROUP BY attempt, id
     HAVING min(rank) <> max(rank)
        AND (any_value(sharing) NOT IN {undeclared} OR count(DISTINCT rank) = any_value(peers))

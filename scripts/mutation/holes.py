@@ -150,7 +150,7 @@ def wrongs(hole: Hole, said: dict[str, Any]) -> list[str]:
     for code in hole.abstain:
         if outcomes[code]["outcome"] not in ABSTAINS:
             found.append(f"{code} says {outcomes[code]['outcome']}: {outcomes[code]['why']}")
-    for code in named:
+    for code in list(named)[:1]:  # the others are what may come of it
         if outcomes[code]["outcome"] == "CLEAR":
             found.append(f"{code} says CLEAR: {outcomes[code]['why']}")
     for i in said["incidents"]:

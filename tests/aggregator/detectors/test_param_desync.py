@@ -159,6 +159,12 @@ def test_a_tensor_that_only_some_ranks_hold_is_not_compared() -> None:
     assert _found(rows, "NOT_APPLICABLE") == []
 
 
+def test_an_unwrapped_model_that_is_not_the_same_on_all_ranks_is_no_replica_in_the_tensors_that_are_alike() -> None:
+    rows = _plain(*APART)
+    rows.connection.execute("UPDATE tensor SET shape = '8', numel = 8 WHERE rank = 1 AND name = 'a.weight'")
+    assert _found(rows, "NOT_APPLICABLE", world_size=2) == []
+
+
 def test_one_loss_on_all_ranks_speaks_for_a_model_split_by_hand() -> None:
     assert _found(_plain(*APART, own=False), "INSUFFICIENT_EVIDENCE", world_size=2) == []
 
