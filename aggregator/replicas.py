@@ -104,7 +104,7 @@ held AS (
     SELECT attempt, id, any_value(name) AS name, any_value(model) AS model, min(index) AS index,
            any_value(sharing) AS sharing, any_value(broadcast) AS broadcast, bool_or(owned) AS owned
     FROM known WHERE joined AND sharing IN {compared}
-        AND (sharing NOT IN {undeclared} OR NOT EXISTS (
+        AND (sharing <> 'plain' OR NOT EXISTS (
             SELECT 1 FROM ragged r WHERE r.attempt = known.attempt AND r.model = known.model))
     GROUP BY attempt, id
     HAVING min(rank) <> max(rank)
