@@ -17,6 +17,7 @@ POINTS: Final[Mapping[str, str]] = {
     "param_start": "parameters before the update",
     "state_start": "optimizer state before the update",
     "clip": "the clipping threshold",
+    "delivered": "gradients after the reduction",
     "grad": "gradients as the optimizer gets them",
     "setting": "the optimizer's settings",
     "state_end": "optimizer state after the update",
@@ -29,10 +30,16 @@ _LOOKED: Final[Mapping[str, str]] = {
     "param_start": "SELECT rank FROM param WHERE stage = 'start' AND len(digest) > 0 AND {here}",
     "state_start": "SELECT rank FROM optim_state WHERE stage = 'start' AND len(digest) > 0 AND {here}",
     "clip": "SELECT rank FROM clip WHERE {here}",
+    "delivered": "SELECT rank FROM delivered WHERE {here}",
     "grad": "SELECT rank FROM grad WHERE stage = 'reduced' AND len(digest) > 0 AND {here}",
     "setting": "SELECT rank FROM optim WHERE attempt = $attempt AND step <= $step",
 }
-_NOT_ALWAYS: Final = frozenset({"clip", "state_start"})  # a run may have none of it: then it is not missed
+_NOT_ALWAYS: Final = frozenset({"clip", "state_start", "delivered"})  # a step may have none of it: it is not missed
+# What DDP left when the step's last reduction ended is compared here alone: by itself it is no finding.
+_DELIVERED_DIFFERS: Final = """SELECT min(h) <> max(h) FROM (
+    SELECT rank, arg_max(hash(tensors, digest), micro) AS h FROM delivered WHERE {here} GROUP BY rank)"""
+
+_RANKS: Final = "SELECT count(DISTINCT rank) FROM ({rows})"
 
 Rows = Callable[[str, Mapping[str, int]], Sequence[tuple[Any, ...]]]
 
@@ -63,11 +70,14 @@ def _placed(incident: Incident, others: Sequence[Incident], rows: Rows) -> Incid
     f = incident.finding
     here = {"attempt": f.attempt, "step": f.first_step or 1}
     differ = {o.finding.point for o in others if o.finding.attempt == f.attempt and _lasts(o, here["step"])}
-    before = [p for p in POINTS if order(p) < order(f.point) and p not in differ]
-    seen = {p for p in before if p in _LOOKED and _ranks(p, here, rows) > 1}
+    point = f.point
+    if point == "grad" and _ask(_DELIVERED_DIFFERS, here, rows):
+        point = "delivered"
+    before = [p for p in POINTS if order(p) < order(point) and p not in differ]
+    seen = {p for p in before if p in _LOOKED and _ask(_RANKS.replace("{rows}", _LOOKED[p]), here, rows) > 1}
     agreed = ", ".join(POINTS[p] for p in before if p in seen)
     unseen = ", ".join(POINTS[p] for p in before if p not in seen | _NOT_ALWAYS)
-    said = POINTS[f.point] + (f"; before it agreed: {agreed}" if agreed else "")
+    said = POINTS[point] + (f"; before it agreed: {agreed}" if agreed else "")
     said += f"; not looked at: {unseen}" if unseen else ""
     evidence = Evidence(None, f.first_step, "first point that differs", said)
     return replace(incident, finding=replace(f, evidence=(evidence, *f.evidence)))
@@ -78,6 +88,6 @@ def _lasts(incident: Incident, step: int) -> bool:
     return first is not None and first <= step <= max(first, last or 0)
 
 
-def _ranks(point: str, here: Mapping[str, int], rows: Rows) -> int:
-    query = _LOOKED[point].replace("{here}", "attempt = $attempt AND greatest(step, 1) = $step")
-    return int(rows(f"SELECT count(DISTINCT rank) FROM ({query})", here)[0][0])
+def _ask(query: str, here: Mapping[str, int], rows: Rows) -> int:
+    found = rows(query.replace("{here}", "attempt = $attempt AND greatest(step, 1) = $step"), here)
+    return int(found[0][0] or 0)

@@ -36,22 +36,38 @@ SELECT key, row_number() OVER (ORDER BY key) % {KEYS} AS n, kind = 'number' AS n
     FROM (SELECT keys, unnest(json_keys(keys)) AS key FROM (SELECT DISTINCT keys FROM optim_state WHERE keys <> ''))
     GROUP BY key)
 """
+# Only attempts in which some rows differ as a whole are laid out by key: a healthy run costs one hash a row.
 _SWEEPS = f"""
-    SELECT s.rank, s.attempt, s.pid, s.generation, s.step, s.sweep,
-           flatten(list(list_transform(s.tensors, lambda i: i * {KEYS} + k.n) ORDER BY s.optimizer, k.n)) AS tensors,
-           flatten(list(CASE WHEN list_contains(s.found, w.key)
-                             THEN s.digest[(list_position(s.found, w.key) - 1) * len(s.tensors) + 1 :
-                                           list_position(s.found, w.key) * len(s.tensors)]
-                             ELSE list_transform(s.tensors, lambda i: {ABSENT}) END ORDER BY s.optimizer, k.n)) AS marks
-    FROM (SELECT rank, attempt, pid, generation, optimizer, tensors, digest, greatest(step, 1) AS step,
-                 CASE stage WHEN 'start' THEN 0 WHEN 'end' THEN 1 ELSE 2 END AS sweep,
-                 CASE WHEN keys <> '' THEN json_keys(keys) ELSE [] END AS found
-          FROM optim_state WHERE len(tensors) > 0) s
-    JOIN (SELECT DISTINCT attempt, greatest(step, 1) AS step,
-                 CASE stage WHEN 'start' THEN 0 WHEN 'end' THEN 1 ELSE 2 END AS sweep, unnest(json_keys(keys)) AS key
-          FROM optim_state WHERE keys <> '') w USING (attempt, step, sweep)
-    JOIN ({_KEY}) k ON k.key = w.key
-    GROUP BY ALL"""
+    WITH once AS (
+        SELECT rank, attempt, pid, generation, optimizer, keys, tensors, digest, greatest(step, 1) AS step,
+               CASE stage WHEN 'start' THEN 0 WHEN 'end' THEN 1 ELSE 2 END AS sweep
+        FROM optim_state WHERE len(tensors) > 0
+    ),
+    whole AS (
+        SELECT rank, attempt, pid, generation, step, sweep, bool_or(keys <> '') AS any_key,
+               bit_xor(hash(optimizer, keys, tensors, digest)) AS h
+        FROM once GROUP BY ALL
+    ),
+    unequal AS (
+        SELECT DISTINCT attempt FROM (
+            SELECT attempt FROM whole GROUP BY attempt, step, sweep HAVING min(h) <> max(h))
+    ),
+    found AS (
+        SELECT *, CASE WHEN keys <> '' THEN json_keys(keys) ELSE [] END AS found
+        FROM once WHERE attempt IN (FROM unequal)
+    ),
+    wanted AS (SELECT DISTINCT attempt, step, sweep, unnest(found) AS key FROM found)
+    SELECT f.rank, f.attempt, f.pid, f.generation, f.step, f.sweep,
+           flatten(list(list_transform(f.tensors, lambda i: i * {KEYS} + k.n) ORDER BY f.optimizer, k.n)) AS tensors,
+           flatten(list(CASE WHEN list_contains(f.found, w.key)
+                             THEN f.digest[(list_position(f.found, w.key) - 1) * len(f.tensors) + 1 :
+                                           list_position(f.found, w.key) * len(f.tensors)]
+                             ELSE list_transform(f.tensors, lambda i: {ABSENT}) END ORDER BY f.optimizer, k.n)) AS marks
+    FROM found f JOIN wanted w USING (attempt, step, sweep) JOIN ({_KEY}) k ON k.key = w.key
+    GROUP BY ALL
+    UNION ALL
+    SELECT rank, attempt, pid, generation, step, sweep, [0], [CAST(h % 2147483647 AS BIGINT)]
+    FROM whole WHERE any_key AND attempt NOT IN (FROM unequal)"""
 _CATALOGUE = f"""(
             SELECT t.* REPLACE (t.index * {KEYS} + k.n AS index, k.key || ' of ' || t.name AS name,
                                 CASE WHEN k.number THEN 1 ELSE t.numel END AS numel)

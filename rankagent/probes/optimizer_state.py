@@ -76,29 +76,29 @@ def install(emit: Emit) -> Undo:
         if torchprivate.spreads_state(optimizer):
             if step == 1:
                 emit(OPTIM_STATE, (number, catalogue.generation), ("start", "", [], []), step=step)
-            held[number] = Held([])
+            held[number] = NONE
             return
         left = whole_left.get(number, WHOLE_STARTS)
         if left:
             whole_left[number] = left - 1
-            sweep(optimizer, number, "start", step, held[number].all, None)
+            sweep(optimizer, number, "start", step, held.get(number, NONE).all, None)
         else:
-            sweep(optimizer, number, "start", step, held[number].sentinels, None)
+            sweep(optimizer, number, "start", step, held.get(number, NONE).sentinels, None)
 
     def step_end() -> None:
         if agent.watching:
             refresh()
             for number, optimizer in catalogue.optimizers().items():
                 step = agent.window.step
-                sweep(optimizer, number, "end", step, held[number].turn(step), step)
+                sweep(optimizer, number, "end", step, held.get(number, NONE).turn(step), step)
 
     def ending() -> None:
         step = agent.window.step - 1
         if step > ended[0]:
             ended[0] = step
-            refresh()
             for number, optimizer in catalogue.optimizers().items():
-                sweep(optimizer, number, "final", step, held[number].shared, None)
+                if number in held and known[0] == catalogue.generation:  # a new catalogue is no longer written down
+                    sweep(optimizer, number, "final", step, held[number].shared, None)
 
     def sweep(optimizer: Any, number: int, stage: str, step: int, entries: list[Entry], part: int | None) -> None:
         if not entries:
@@ -113,7 +113,8 @@ def install(emit: Emit) -> Undo:
         head = (number, catalogue.generation)
         marks = {key: [ABSENT if v is None else PRESENT for v in values] for key, values in keys.items()}
         places, tensors, numbers = sorted_out(keys, entries)
-        kinds = dict.fromkeys(keys, "digest") | {key: "number" for key, _, _ in numbers}
+        counted = {key for key, _, _ in numbers} - {key for key, _ in places}
+        kinds = {key: "number" if key in counted else "digest" for key in keys}
         names = json.dumps(kinds) if kinds else ""
 
         def landed(read: list[Any]) -> None:
@@ -139,15 +140,12 @@ def install(emit: Emit) -> Undo:
         places, tensors, numbers = [], [], []
         for key, values in keys.items():
             chosen = [at for at, v in enumerate(values) if v is not None and shared(entries[at])]
-            if chosen and all(is_number(values[at]) for at in chosen):
-                numbers.append((key, chosen, [values[at] for at in chosen]))
-                continue
-            for at in chosen:
-                value = values[at]
-                if not hasattr(value, "is_cuda"):
-                    value = agent.torch.tensor([float(value)], dtype=agent.torch.float64)
-                places.append((key, at))
-                tensors.append(torchprivate.local_shard(value))
+            counts = [at for at in chosen if is_number(values[at], entries[at])]
+            if counts:
+                numbers.append((key, counts, [values[at] for at in counts]))
+            rest = chosen if not counts else [at for at in chosen if at not in counts]
+            places += [(key, at) for at in rest]
+            tensors += [torchprivate.local_shard(values[at]) for at in rest]
         return places, tensors, numbers
 
     def together(values: list[Any]) -> Any:
@@ -214,6 +212,9 @@ class Held:
         return sorted(self.sentinels + self._others[start : start + IN_TURN], key=lambda e: e.index)
 
 
+NONE = Held([])
+
+
 def shared(entry: Entry) -> bool:
     """Whether another rank holds the same, so that there is somebody to compare with."""
     return "," in entry.peers and entry.sharing != "hook"
@@ -226,8 +227,13 @@ def readable(value: Any, entry: Entry) -> bool:
     return entry.sharing in REPLICATED or torchprivate.readable(torchprivate.local_shard(value))
 
 
-def is_number(value: Any) -> bool:
-    return not hasattr(value, "is_cuda") or (value.numel() == 1 and not value.is_complex())
+def is_number(value: Any, entry: Entry) -> bool:
+    """Whether it is read as a number: a counter, not what goes with the only element of a parameter. Decided for each
+    value by itself, so that it does not depend on which others a sweep looks at."""
+    if not hasattr(value, "is_cuda"):
+        return True
+    single = value.numel() == 1 and (value.dim() == 0 or entry.numel > 1)
+    return single and not value.is_complex()
 
 
 def bits(value: float) -> int:

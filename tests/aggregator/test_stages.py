@@ -66,6 +66,19 @@ def test_names_the_first_point_and_what_agreed_before_it(code: str) -> None:
         assert "gradients as the optimizer gets them, the optimizer's settings" in _first(found[code])
 
 
+def test_a_gradient_that_was_reduced_and_changed_afterwards_is_told_from_one_that_was_not_reduced() -> None:
+    rows = healthy(4)
+    sql(*FAULTS["GRAD_DESYNC"][0], PARTED)(rows)
+    rows.connection.execute("DELETE FROM delivered")
+    for rank in range(4):
+        rows.add("delivered", rank=rank, pid=100 + rank, step=9, digest=[1, 2, 3, 4])
+    said = _first(_placed(rows)["GRAD_DESYNC"])
+    assert said.startswith("gradients as the optimizer gets them; before it agreed: ")
+    assert "gradients after the reduction" in said
+    rows.connection.execute("UPDATE delivered SET digest = [9] WHERE rank = 2")
+    assert _first(_placed(rows)["GRAD_DESYNC"]).startswith("gradients after the reduction")
+
+
 def test_what_was_not_looked_at_is_said() -> None:
     rows = healthy(4)
     sql("DELETE FROM grad", PARTED)(rows)

@@ -19,7 +19,7 @@ STEP, EPOCH_STEPS, EPOCHS = 6, 8, 3
 STEPS = EPOCH_STEPS * EPOCHS
 
 TRAIN = f"""
-import contextlib, os, signal, sys
+import contextlib, copy, os, signal, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,7 +83,9 @@ if "late-layer" in plants:
     net.head = nn.Linear(1, 1)
 threshold = 1e6 if "late-layer" in plants else 0.05 if "clip" in plants and rank == 0 else 1.0
 decay = 0.3 if "decay" in plants and last else 0.01
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=decay)
+betas = (0.9, 0.99 if "betas" in plants and last else 0.999)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=decay, betas=betas)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, {STEP} - 1, 0.5)
 if "nan-grad" in plants and last:
     net.second.weight.register_hook(lambda g: g * float("nan") if step == {STEP} else g)
 
@@ -100,7 +102,16 @@ for epoch in range({EPOCHS}):
                 raise RuntimeError("planted")
             if "kill" in plants:
                 os.kill(os.getpid(), signal.SIGKILL)
+        if step == {STEP} // 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+        if step == {STEP} and "resume-all" in plants:
+            optimizer.load_state_dict(saved)
         if step == {STEP} and rank == 1:
+            if "resume" in plants:
+                optimizer.load_state_dict(saved)
+            if "moments" in plants:
+                for state in optimizer.state.values():
+                    state["exp_avg"].zero_()
             if "weights" in plants:
                 with torch.no_grad():
                     net.first.weight[0, 0] += 0.5
@@ -125,6 +136,8 @@ for epoch in range({EPOCHS}):
         if "nan-param" in plants and step == {STEP} and last:
             optimizer.state[net.first.bias]["exp_avg_sq"].fill_(-1.0)
         optimizer.step()
+        if ("schedule" in plants and last) or "schedules" in plants:
+            schedule.step()
 dist.destroy_process_group()
 """
 
@@ -198,6 +211,11 @@ FAULTS: dict[str, tuple[Spec, list[Fault]]] = {
         [Fault("HPARAM_DESYNC", [2], 1, "weight_decay"), Fault("HPARAM_DESYNC", [0], 1, "max_norm"),
          Fault("BUFFER_DESYNC", [1], 1, "scale")],
     ),
+    "moments": (train("moments", 3), [Fault("OPTIM_STATE_DESYNC", [1], STEP, "exp_avg of "),
+                                      Fault("PARAM_DESYNC", [1], STEP)]),
+    "resume": (train("resume", 4), [Fault("OPTIM_STATE_DESYNC", [1], STEP), Fault("PARAM_DESYNC", [1], STEP)]),
+    "betas": (train("betas", 3), [Fault("HPARAM_DESYNC", [2], 1, "betas"), Fault("OPTIM_STATE_DESYNC", [2], 1)]),
+    "schedule": (train("schedule", 3), [Fault("HPARAM_DESYNC", [2], STEP, "lr"), Fault("PARAM_DESYNC", [2], STEP)]),
     "nan-input": (train("nan-input", 3), [Fault("NONFINITE_INPUT", [2], STEP), Fault("NONFINITE_LOSS", [2], STEP)]),
     "nan-loss": (train("nan-loss", 3), [Fault("NONFINITE_LOSS", [2], STEP), Fault("NONFINITE_GRAD", [2], STEP)]),
     "nan-grad": (train("nan-grad", 3), [Fault("NONFINITE_GRAD", [2], STEP, "second.weight")]),
@@ -220,11 +238,15 @@ FAULTS: dict[str, tuple[Spec, list[Fault]]] = {
     "memory": (job(MEMORY, arguments=("leak",)), [Fault("OOM_PRECURSOR", [1], None, "address space")]),
 }  # fmt: skip
 
+# Of these the first speaks, and what follows it is a note.
+ONE_ALARM = ("module", "weights", "lr", "moments", "resume", "betas", "schedule", "sampler-seed", "epoch")
+
 TWINS: dict[str, Spec] = {
     "two ranks": train("none", 2),
     "three ranks": train("none", 3),
     "four ranks": train("none", 4),
     "accumulation under no_sync": train("accumulate", 2),
+    "a resume on all ranks, a schedule on all ranks": train("resume-all+schedules", 3),
     "buffers that the next broadcast makes equal": train("batchnorm", 3),
     "statistics that each rank keeps for itself": train("batchnorm-own", 3),
     "shards that cover the data": train("shards", 3),
@@ -252,6 +274,8 @@ def test_a_planted_fault_is_found_where_it_is(name: str, tmp_path: Path) -> None
         assert blamed(found, fault), f"{fault}: found {said}"
         (verdict,) = [v for v in ended.verdict["verdicts"] if v["reason_code"] == fault.code]
         assert verdict["outcome"] == "INCIDENT"
+    if name in ONE_ALARM:
+        assert [i["reason_code"] for i in ended.alarms] == [faults[0].code]
 
 
 @pytest.mark.parametrize("name", TWINS)
