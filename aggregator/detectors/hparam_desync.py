@@ -44,13 +44,13 @@ taken AS (
 ),
 latest AS (
     SELECT rank, attempt, optimizer, "group", step, arg_max(lr, seq) AS lr, arg_max(settings, seq) AS settings,
-           arg_max(class_name, seq) AS class_name, arg_max(tensors, seq) AS tensors
+           arg_max(class_name, seq) AS class_name, arg_max(tensors, seq) AS tensors, arg_max(members, seq) AS members
     FROM optim GROUP BY ALL
 ),
 suspect AS (
     SELECT attempt, optimizer, "group" FROM (
         SELECT rank, attempt, optimizer, "group",
-               hash(list((step, lr, settings, class_name, tensors) ORDER BY step)) AS history
+               hash(list((step, lr, settings, class_name, tensors, members) ORDER BY step)) AS history
         FROM latest GROUP BY ALL)
     GROUP BY ALL HAVING min(history) <> max(history)
 ),
@@ -62,14 +62,14 @@ point AS (
     JOIN taken t ON t.attempt = p.attempt AND t.rank = r.rank AND t.last >= p.step
 ),
 in_force AS MATERIALIZED (
-    SELECT p.*, s.lr, s.settings, s.class_name, s.tensors
+    SELECT p.*, s.lr, s.settings, s.class_name, s.tensors, s.members
     FROM point p ASOF JOIN seen s
       ON p.attempt = s.attempt AND p.optimizer = s.optimizer AND p."group" = s."group" AND p.rank = s.rank
      AND p.step >= s.step
 ),
 alike AS (
     SELECT attempt, optimizer, "group", step, lead(step) OVER w AS next,
-           min((class_name, tensors)) = max((class_name, tensors)) AS alike
+           min((class_name, tensors, members)) = max((class_name, tensors, members)) AS alike
     FROM in_force GROUP BY attempt, optimizer, "group", step
     WINDOW w AS (PARTITION BY attempt, optimizer, "group" ORDER BY step)
 ),
@@ -121,6 +121,21 @@ stood AS (
            lead(step) OVER (PARTITION BY attempt, scheduler, key ORDER BY step) AS next
     FROM standing GROUP BY attempt, scheduler, key, step HAVING min(rank) <> max(rank)
 ),
+begun AS (  -- what is updated with which settings at the first step, however the groups are laid out
+    SELECT attempt, optimizer, rank, hash(lr, settings) AS settings, bit_xor(members) AS members,
+           bit_xor(hash(members)) AS parts, string_agg(CAST(tensors AS VARCHAR), '+' ORDER BY "group") AS sizes
+    FROM (FROM latest WHERE members <> 0 QUALIFY step = min(step) OVER (PARTITION BY rank, attempt, optimizer))
+    GROUP BY ALL
+),
+grouping AS (
+    SELECT attempt, optimizer, rank, bit_xor(members) AS held, bit_xor(parts) AS parts,
+           bit_xor(hash(members, settings)) AS applied, string_agg(sizes, ', ' ORDER BY sizes) AS sizes
+    FROM begun GROUP BY ALL
+),
+regrouped AS (
+    SELECT attempt, optimizer FROM grouping GROUP BY ALL
+    HAVING min(held) = max(held) AND min(parts) <> max(parts) AND min(applied) <> max(applied)
+),
 checked AS (
     SELECT v.attempt, v.optimizer, v."group", v.key, v.step, any_value(a.next) AS next,
            min(value) <> max(value) AS differs
@@ -130,6 +145,7 @@ checked AS (
     UNION ALL SELECT attempt, -1, -1, 'clip.max_norm', step, next, norm FROM clip_step
     UNION ALL SELECT attempt, -1, -1, 'clip.norm_type', step, next, kind FROM clip_step
     UNION ALL SELECT attempt, -2, scheduler, key, step, next, differs FROM stood
+    UNION ALL SELECT attempt, -3, optimizer, 'param_groups', 1, NULL, TRUE FROM regrouped
 ),
 apart AS (
     SELECT attempt, optimizer, "group", key, min(step) FILTER (differs) AS first,
@@ -147,6 +163,9 @@ member AS (
     UNION ALL
     SELECT a.*, v.rank, v.value FROM apart a JOIN standing v
       ON a.optimizer = -2 AND v.attempt = a.attempt AND v.scheduler = a."group" AND v.key = a.key AND v.step = a.first
+    UNION ALL
+    SELECT a.*, v.rank, printf('%s parameters (%x)', v.sizes, v.applied) FROM apart a JOIN grouping v
+      ON a.optimizer = -3 AND v.attempt = a.attempt AND v.optimizer = a."group"
 ),
 census AS (
     SELECT (SELECT count(DISTINCT rank) FROM optim) AS ranks,
@@ -177,7 +196,9 @@ class Row(NamedTuple):
     unlike: int  # points at which optimizers of one number had another class or size
     attempt: int
     key: str | None
-    optimizer: int  # -1: gradient clipping; -2: a scheduler, whose number `group` is
+    optimizer: (
+        int  # -1: gradient clipping; -2, -3: a scheduler's position, an optimizer's groups; its number is `group`
+    )
     group: int
     first: int
     last: int
@@ -208,7 +229,10 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     if census.seen < 2:
         yield Abstention("INSUFFICIENT_EVIDENCE", f"optimizer settings of {census.seen} rank(s) only")
     if census.unlike:
-        yield Abstention("INSUFFICIENT_EVIDENCE", "the ranks' optimizers differ in class or size: not compared")
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE",
+            "the ranks' optimizers differ in class or in their groups' parameters: not compared",
+        )
     if census.shifted is not None:
         why = f"from step {census.shifted} on the ranks' steps do not correspond, since Join let some run out of data"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)

@@ -8,6 +8,7 @@ Blind to  settings kept outside param_groups
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import operator
@@ -24,6 +25,7 @@ OPTIM = Table("optim", (
     Column("lr", "float64", "", "learning rate"),
     Column("settings", "text", "", "JSON of all other scalar settings of the group, keys sorted"),
     Column("tensors", "int32", "", "parameters in the group"),
+    Column("members", "int64", "", "exclusive or of a digest of each parameter's name: which they are, in any order"),
 ), "in force from this step on until the next row of the same optimizer and group")  # fmt: skip
 
 CLIP = Table("clip", (
@@ -40,6 +42,7 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     last: dict[tuple[int, int], tuple[Any, ...]] = {}
     seen: dict[tuple[int, int], list[Any]] = {}
+    members: dict[tuple[int, int], tuple[int, int, int]] = {}  # group -> catalogue generation, parameters, digest
     clips: list[tuple[float, float, Any]] = []
 
     def before_update(optimizer: Any, number: int) -> None:
@@ -55,22 +58,33 @@ def install(emit: Emit) -> Undo:
                 continue  # reading them takes a copy: only where other passes take one too
             settings = {k: scalar(v) for k, v in group.items() if k != "params"}
             names = [k for k, v in group.items() if any(v is a for a in away)]
-            head = (number, g, type(optimizer).__name__, len(group["params"]))
+            head = (number, g, type(optimizer).__name__, len(group["params"]), named(number, g, group["params"]))
             written = functools.partial(write, head, settings, names, agent.window.step)
             agent.landing.land([v.detach().double().reshape(()) for v in away], written)
 
-    def write(head: tuple[int, int, str, int], settings: dict[str, Any], names: list[str], step: int,
+    def named(number: int, g: int, params: list[Any]) -> int:
+        agent.catalogue.refresh()
+        known = members.get((number, g), (-1, -1, 0))
+        if known[:2] != (agent.catalogue.generation, len(params)):
+            digest = 0
+            for entry in map(agent.catalogue.entry, params):
+                if entry is not None:
+                    digest ^= name_digest(entry.name)
+            known = members[number, g] = (agent.catalogue.generation, len(params), digest)
+        return known[2]
+
+    def write(head: tuple[int, int, str, int, int], settings: dict[str, Any], names: list[str], step: int,
               read: list[float]) -> None:  # fmt: skip
         """A row when something has changed; `read` are the settings that were on a device, in the order of `names`."""
-        number, g, class_name, count = head
+        number, g, class_name, count, which = head
         settings |= dict(zip(names, read, strict=True))
-        values = (count, *settings.values())
+        values = (count, which, *settings.values())
         if last.get((number, g)) == values:
             return
         last[number, g] = values
         lr = settings.get("lr")
         rest = {k: v for k, v in settings.items() if k != "lr"}
-        emit(OPTIM, (number, g, float(lr) if isinstance(lr, (int, float)) else math.nan, count),
+        emit(OPTIM, (number, g, float(lr) if isinstance(lr, (int, float)) else math.nan, count, which),
              (class_name, json.dumps(rest, sort_keys=True, default=str)), step=step)  # fmt: skip
 
     def clip_norm(original: Any) -> Any:
@@ -109,6 +123,11 @@ def install(emit: Emit) -> Undo:
     for owner in (utils, utils.clip_grad):
         undos += [replace(owner, "clip_grad_norm_", clip_norm), replace(owner, "clip_grad_value_", clip_value)]
     return undo_all(undos)
+
+
+def name_digest(name: str) -> int:
+    """64 bits of a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def scalar(value: Any) -> Any:

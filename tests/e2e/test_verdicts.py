@@ -85,6 +85,10 @@ threshold = 1e6 if "late-layer" in plants else 0.05 if "clip" in plants and rank
 decay = 0.3 if "decay" in plants and last else 0.01
 betas = (0.9, 0.99 if "betas" in plants and last else 0.999)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=decay, betas=betas)
+if "groups" in plants:
+    plain = [p for n, p in net.named_parameters() if n.endswith("bias") or (last and n == "second.weight")]
+    rest = [p for p in net.parameters() if all(p is not q for q in plain)]
+    optimizer = torch.optim.AdamW([{{"params": rest}}, {{"params": plain, "weight_decay": 0.0}}], lr=1e-3)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, {STEP} - 1, 0.5)
 if "nan-grad" in plants and last:
     net.second.weight.register_hook(lambda g: g * float("nan") if step == {STEP} else g)
@@ -215,6 +219,7 @@ FAULTS: dict[str, tuple[Spec, list[Fault]]] = {
                                       Fault("PARAM_DESYNC", [1], STEP)]),
     "resume": (train("resume", 4), [Fault("OPTIM_STATE_DESYNC", [1], STEP), Fault("PARAM_DESYNC", [1], STEP)]),
     "betas": (train("betas", 3), [Fault("HPARAM_DESYNC", [2], 1, "betas"), Fault("OPTIM_STATE_DESYNC", [2], 1)]),
+    "groups": (train("groups", 3), [Fault("HPARAM_DESYNC", [2], 1, "param_groups"), Fault("PARAM_DESYNC", [2], 1)]),
     "schedule": (train("schedule", 3), [Fault("HPARAM_DESYNC", [2], STEP, "lr"), Fault("PARAM_DESYNC", [2], STEP)]),
     "nan-input": (train("nan-input", 3), [Fault("NONFINITE_INPUT", [2], STEP), Fault("NONFINITE_LOSS", [2], STEP)]),
     "nan-loss": (train("nan-loss", 3), [Fault("NONFINITE_LOSS", [2], STEP), Fault("NONFINITE_GRAD", [2], STEP)]),
@@ -239,7 +244,7 @@ FAULTS: dict[str, tuple[Spec, list[Fault]]] = {
 }  # fmt: skip
 
 # Of these the first speaks, and what follows it is a note.
-ONE_ALARM = ("module", "weights", "lr", "moments", "resume", "betas", "schedule", "sampler-seed", "epoch")
+ONE_ALARM = ("module", "weights", "lr", "moments", "resume", "betas", "groups", "schedule", "sampler-seed", "epoch")
 
 TWINS: dict[str, Spec] = {
     "two ranks": train("none", 2),

@@ -142,6 +142,19 @@ def test_settings_are_written_when_they_change(tmp_path):
     assert '"betas": [0.9, 0.999]' in rows[0]["settings"]
 
 
+def test_the_parameters_of_a_group_are_known_in_any_order(tmp_path):
+    def train(order):
+        net = nn.Linear(3, 1)
+        params = [net.weight, net.bias][::order]
+        optimizer = torch.optim.SGD([{"params": params}, {"params": [nn.Parameter(torch.ones(1))]}], lr=0.1)
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    one, two = (record(tmp_path / str(n), lambda n=n: train(n))["optim"] for n in (1, -1))
+    assert [r["members"] for r in one] == [r["members"] for r in two]
+    assert len({r["members"] for r in one}) == 2
+
+
 def test_seeds_and_streams_are_recorded(tmp_path):
     def program():
         random.seed(11)

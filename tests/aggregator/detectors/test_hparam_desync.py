@@ -196,3 +196,30 @@ def test_schedulers_of_other_classes_and_equal_ones_are_silent() -> None:
             _standing(rows, rank, step, step)
             rows.add("schedule", rank=rank, scheduler=1, step=step, position=rank, class_name=f"Own{rank}")
     assert _found(rows, "CLEAR") == []
+
+
+def _groups(rows: Rows, rank: int, *groups: tuple[int, float, int]) -> None:
+    """(members, weight decay, parameters) of each group."""
+    for number, (members, decay, count) in enumerate(groups):
+        rows.add("optim", rank=rank, step=1, group=number, class_name="SGD", lr=0.1, tensors=count, members=members,
+                 settings=f'{{"weight_decay": {decay}}}')  # fmt: skip
+
+
+def test_parameters_that_are_in_other_groups_on_one_rank() -> None:
+    rows = _rows()
+    for rank in range(3):
+        _groups(rows, rank, (5 if rank < 2 else 7, 0.1, 2 + rank // 2), (6 if rank < 2 else 4, 0.0, 2 - rank // 2))
+    (found,) = _found(rows)
+    assert (found.ranks, found.subject, found.first_step, found.severity) == ((2,), "param_groups", 1, "critical")
+
+
+def test_groups_in_another_order_or_of_other_parameters_altogether_are_no_difference() -> None:
+    rows = _rows()
+    for rank in range(3):
+        one, two = (5, 0.1, 2), (6, 0.0, 2)
+        _groups(rows, rank, *((two, one) if rank == 1 else (one, two)))
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+    stages = _rows()
+    for rank in range(3):
+        _groups(stages, rank, (5 + rank, 0.1, 2 + rank))
+    assert _found(stages, "INSUFFICIENT_EVIDENCE") == []
