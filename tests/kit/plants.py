@@ -74,7 +74,9 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
         rows.add("tensor", **me, generation=1, index=index, kind="buffer", name=name, model_type="Net", shape="8",
                  dtype="float32", numel=8, optimizer=-1, sharing="ddp", peers=peers, broadcast=1)  # fmt: skip
     rows.add("param", **me, step=1, stage="start", generation=1, l2=[1.0] * 4, digest=[1, 2, 3, 4])
-    rows.add("optim", **me, step=1, class_name="AdamW", lr=0.001, settings='{"weight_decay": 0.01}', tensors=4)
+    rows.add(
+        "optim", **me, step=1, class_name="AdamW", lr=0.001, settings='{"weight_decay": 0.01}', tensors=4, members=77
+    )
     split = {"num_replicas": ranks, "replica": rank, "seed": 7, "shuffle": True}
     split |= {"length": PASS * BATCH, "dataset_length": ranks * PASS * BATCH}
     rows.add("sampler", **me, class_name="DistributedSampler", event="init", **split)
@@ -178,7 +180,7 @@ PLANTS: dict[str, Plant] = {
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
-                              settings='{"weight_decay": 0.01}', tensors=4),
+                              settings='{"weight_decay": 0.01}', tensors=4, members=77),
         (2,), 9,
     ),
     "OPTIM_STATE_DESYNC": Plant(
