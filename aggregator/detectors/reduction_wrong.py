@@ -65,18 +65,21 @@ def _declared(rows: Sequence[Row]) -> Iterator[Finding | Abstention]:
 
 def _by_law(rows: Sequence[Row]) -> Iterator[Finding | Abstention]:
     """A hook's or the program's own reduction: held against the law that the run itself kept before."""
-    for loose in (False, True):
-        kept = [r for r in rows if _fits(r, loose)]
-        if len(kept) >= LAW_STEPS:
-            yield from _against(rows, kept, loose)
-            return
-    who = f"the communication hook {rows[0].reduction}" if rows[0].reduction else "the program"
+    exact = [r for r in rows if _fits(r, False)]
+    if len(exact) >= LAW_STEPS:
+        yield from _against(rows, exact, False)
+        return
     shown = [(r, explain(cells(r, r.own), None)) for r in rows if r.x]
     never = shown[0][1] if shown else Cause("none", ())
     always = len(shown) > 1 and all((c.kind, c.ranks) == ("missing", never.ranks) for _, c in shown)
     if always and rows[0].delivered and _is(never.factor * rows[0].peers, 1):
         yield _finding(rows, [r for r in rows if not _fits(r, False)], never, "warning")
         return
+    coarse = [r for r in rows if _fits(r, True)]
+    if len(coarse) >= LAW_STEPS:
+        yield from _against(rows, coarse, True)
+        return
+    who = f"the communication hook {rows[0].reduction}" if rows[0].reduction else "the program"
     why = f"{who} reduces, and not by a common factor for all tensors: what it should give is not known"
     yield Abstention("INSUFFICIENT_EVIDENCE", why)
 
@@ -89,27 +92,29 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
         cause = explain(cells(first, first.loose if loose else first.own), None)
         factor = _middle(law, loose)
         renormalised = cause.kind == "missing" and not _is(cause.factor, factor)
-        if cause.kind == "missing":
+        # a mean weighted by sample counts gives the others less where it gives one more; a smaller batch counts less
+        raised = cause.kind == "scaled" and _is(cause.factor, factor) and not 0 < cause.weight < 1
+        if cause.kind == "missing" or raised:
             severity: Severity = "note" if renormalised else "critical" if first.delivered else "warning"
             yield _finding(rows, off, cause, severity)
         else:
             why = f"from step {first.step} on the reduced gradient is no longer the ranks' own added up and times " \
                   "one factor: whether the program means that is not known"  # fmt: skip
             yield Abstention("INSUFFICIENT_EVIDENCE", why)
-    yield from _factor(kept, loose)
-    if loose:
+    if not loose:
+        yield from _factor(kept)
+    else:
         why = "the ranks' own gradients add up only as on a wire of 8 bits of precision: small faults would not show"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
 
 
-def _factor(kept: Sequence[Row], loose: bool) -> Iterator[Finding]:
+def _factor(kept: Sequence[Row]) -> Iterator[Finding]:
     """The common factor itself, where it is one and the same at all steps and neither clipping nor a scale is in it."""
     if any(r.rescaled for r in kept):
         return
-    low, high = (max(_range(r, loose)[k] for r in kept) if k == 0 else min(_range(r, loose)[k] for r in kept)
-                 for k in (0, 1))  # fmt: skip
+    low, high = max(r.low for r in kept), min(r.high for r in kept)
     if low > high:
-        yield from _changed(kept, loose)
+        yield from _changed(kept)
         return
     first = kept[0]
     mean, backwards = 1 / first.peers, max(r.micro for r in kept) + 1
@@ -129,20 +134,20 @@ def _factor(kept: Sequence[Row], loose: bool) -> Iterator[Finding]:
         yield _note(kept, says, factor, "warning" if fewer else "note", check)
 
 
-def _changed(kept: Sequence[Row], loose: bool) -> Iterator[Finding]:
+def _changed(kept: Sequence[Row]) -> Iterator[Finding]:
     """The factor was constant, and is another constant from some step on."""
-    at = next((k for k in range(1, len(kept)) if not _share(kept[: k + 1], loose)), len(kept))
+    at = next((k for k in range(1, len(kept)) if not _share(kept[: k + 1])), len(kept))
     before, after = kept[:at], kept[at:]
-    if min(len(before), len(after)) < LAW_STEPS or not _share(after, loose):
+    if min(len(before), len(after)) < LAW_STEPS or not _share(after):
         return
-    old, new = _middle(before[-1], loose), _middle(after[0], loose)
+    old, new = _middle(before[-1], False), _middle(after[0], False)
     says = f"is the sum of the ranks' own times {new:.6g}; until then it was times {old:.6g}"
     severity: Severity = "warning" if after[0].delivered else "note"
     yield _note(after, says, new, severity, "what changed the divisor?", before[-1].step)
 
 
-def _share(rows: Sequence[Row], loose: bool) -> bool:
-    return max(_range(r, loose)[0] for r in rows) <= min(_range(r, loose)[1] for r in rows)
+def _share(rows: Sequence[Row]) -> bool:
+    return max(r.low for r in rows) <= min(r.high for r in rows)
 
 
 def _range(row: Row, loose: bool) -> tuple[float, float]:

@@ -92,13 +92,24 @@ def test_what_ddp_promises_holds_from_the_first_step_on() -> None:
     assert (found.ranks, found.first_step, found.last_good_step) == ((2,), 1, None)
 
 
-def test_a_part_that_counts_three_times_is_named_under_ddp_and_left_open_under_a_hook() -> None:
+@pytest.mark.parametrize("hook", ["mean", "averaged"])
+def test_a_part_that_counts_three_times_is_named(hook: str) -> None:
     weights = lambda r, step, t: 0.75 if (r, step >= 5) == (3, True) else 0.25  # noqa: E731
-    (found,) = _found(_run(weights))
-    assert (found.ranks, found.first_step) == ((3,), 5)
+    (found,) = _found(_run(weights, hook=hook))
+    assert (found.ranks, found.first_step, found.severity) == ((3,), 5, "critical")
     assert "3 times" in found.summary
-    # weights by sample counts look the same
-    assert _found(_run(weights, hook="averaged"), "INSUFFICIENT_EVIDENCE") == []
+
+
+@pytest.mark.parametrize("last", [(0.5, 1 / 6), (0.1, 0.3), (0.125, 0.25)])
+def test_a_mean_weighted_by_sample_counts_is_left_open(last: tuple[float, float]) -> None:
+    weights = lambda r, step, t: last[r != 3] if step == 6 else 0.25  # noqa: E731
+    assert _found(_run(weights, hook="weighted"), "INSUFFICIENT_EVIDENCE") == []
+    assert _found(_run(weights, by_hand=True), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_a_part_that_a_hook_never_took_in_is_a_warning() -> None:
+    (found,) = _found(_run(_without({1}, 1), hook="averaged"))
+    assert (found.ranks, found.first_step, found.severity) == ((1,), 1, "warning")
 
 
 def test_a_corrupted_transfer_names_no_rank() -> None:
