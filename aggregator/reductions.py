@@ -28,17 +28,20 @@ BOUNDS: Final[Mapping[str, object]] = {
     "shown_steps": 2,
 }  # fmt: skip
 
-REDUCED: Final = """
+# One number per tensor catalogue: ranks with the same one hold the same tensors in the same order, for the same peers.
+CATALOGUE: Final = """
+    SELECT rank, attempt, pid, generation,
+           bit_xor(hash(index, name, model, model_type, shape, dtype, sharing, peers)) AS family
+    FROM tensor WHERE kind = 'param' GROUP BY ALL
+"""
+
+REDUCED: Final = f"""
 WITH known AS (
     SELECT rank, attempt, pid, generation, index, name, dtype, numel,
            len(peers) - len(replace(peers, ',', '')) + 1 AS peers
     FROM tensor WHERE kind = 'param' AND peers <> '' AND sharing IN ('ddp', 'plain')
 ),
-catalogue AS (
-    SELECT rank, attempt, pid, generation,
-           bit_xor(hash(index, name, model, model_type, shape, dtype, sharing, peers)) AS family
-    FROM tensor WHERE kind = 'param' GROUP BY ALL
-),
+catalogue AS ({CATALOGUE}),
 result AS (
     SELECT rank, attempt, pid, generation, step, micro, TRUE AS delivered, reduction, tensors, sketch, digest
     FROM delivered

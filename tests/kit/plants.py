@@ -117,6 +117,15 @@ def lost(rows: Rows) -> None:
                                 [[sum(p) / ranks for p in zip(*parts, strict=True)], step])  # fmt: skip
 
 
+def loud(rows: Rows) -> None:
+    """The run goes on, and from step 25 on rank 2's own gradients are 16 times as large as before."""
+    for shift in (STEPS, 2 * STEPS):
+        rows.connection.execute(f"""INSERT INTO grad SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
+            FROM grad WHERE stage = 'local' AND step <= {STEPS}""")
+    rows.connection.execute("""UPDATE grad SET l2 = list_transform(l2, lambda x: x * 16)
+        WHERE stage = 'local' AND rank = 2 AND step >= 25""")
+
+
 def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     me = {"rank": rank, "pid": 100 + rank, "step": step}
     epoch, index = divmod(step - 1, PASS)
@@ -178,6 +187,7 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
+    "GRAD_OUTLIER_RANK": Plant(loud, (2,), 25),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
                               settings='{"weight_decay": 0.01}', tensors=4, members=77),

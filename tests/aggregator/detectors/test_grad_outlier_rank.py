@@ -1,0 +1,96 @@
+"""GRAD_OUTLIER_RANK: one rank's own gradients beside its peers'."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kit.replicas import catalogue
+from kit.rows import Rows
+from tdbg.aggregator.detectors import grad_outlier_rank
+from tdbg.aggregator.findings import Finding
+
+STEPS = 60
+
+
+def _run(ranks: int = 4, steps: int = STEPS, sharing: str = "ddp") -> Rows:
+    """Own gradients and losses that vary by some tenths; every rank has a level of its own."""
+    rows = catalogue(Rows(), ranks, "a", "b", sharing=sharing)
+    for rank in range(ranks):
+        drawn = random.Random(rank)
+        for step in range(1, steps + 1):
+            norms = [(1 + rank) * drawn.uniform(0.9, 1.1) * (1 + 1 / step) for _ in range(2)]
+            me = {"rank": rank, "step": step}
+            rows.add("grad", **me, stage="local", generation=1, l2=norms, valid=True, scale=1.0, synced=1)
+            rows.add("loss", **me, backwards=1, total=drawn.uniform(0.8, 1.2), scale=1.0)
+            rows.add("input", **me, source="forward", rows=8)
+            rows.add("step", **me, optimizers=1, backwards=1)
+    return rows
+
+
+def _times(rows: Rows, factor: float, where: str) -> Rows:
+    rows.connection.execute(f"UPDATE grad SET l2 = list_transform(l2, lambda x: x * {factor}) WHERE {where}")
+    return rows
+
+
+def _found(rows: Rows, outcome: str = "INCIDENT", world_size: int = 4) -> list[Finding]:
+    outcomes, found = rows.judge(grad_outlier_rank, world_size=world_size)
+    assert outcomes == {"GRAD_OUTLIER_RANK": outcome}
+    return [f for _, f in found]
+
+
+def test_levels_of_their_own_are_clear() -> None:
+    assert _found(_run(), "CLEAR") == []
+
+
+@pytest.mark.parametrize("factor", [16.0, 0.1])
+def test_names_the_rank_that_stands_apart_for_good(factor: float) -> None:
+    (found,) = _found(_times(_run(), factor, "rank = 2 AND step >= 30"))
+    assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((2,), 30, 29, STEPS)
+    assert (found.evidence_state, found.severity, found.subject) == ("INFERRED", "warning", "")
+    assert "its loss is ordinary" in found.summary
+
+
+def test_says_when_the_loss_is_odd_too() -> None:
+    rows = _times(_run(), 16.0, "rank = 2 AND step >= 30")
+    rows.connection.execute("UPDATE loss SET total = total * 16 WHERE rank = 2 AND step >= 30")
+    (found,) = _found(rows)
+    assert "its loss is odd there too" in found.summary
+
+
+def test_names_the_tensor_that_is_odd_again_and_again() -> None:
+    rows = _run()
+    rows.connection.execute("UPDATE grad SET l2 = [l2[1], l2[2] * 200] WHERE rank = 1 AND step >= 30 AND step % 3 = 0")
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step) == ((1,), 30)
+
+
+def test_the_last_small_batch_of_one_rank_is_not_odd() -> None:
+    rows = _times(_run(), 30.0, "rank = 3 AND step % 5 = 0")
+    rows.connection.execute("UPDATE input SET rows = 1 WHERE rank = 3 AND step % 5 = 0")
+    assert _found(rows, "CLEAR") == []
+
+
+def test_a_change_of_all_ranks_names_nobody() -> None:
+    assert _found(_times(_run(), 16.0, "step >= 30"), "CLEAR") == []
+
+
+def test_of_the_micro_steps_the_last_counts() -> None:
+    rows = _run()
+    rows.connection.execute("INSERT INTO grad SELECT * REPLACE (list_transform(l2, lambda x: x * 50 * step) AS l2, "
+                            "-1 AS micro) FROM grad")  # fmt: skip
+    assert _found(rows, "CLEAR") == []
+
+
+def test_too_little_is_said() -> None:
+    assert _found(_run(ranks=2), "NOT_APPLICABLE", 2) == []
+    assert _found(_run(steps=12), "INSUFFICIENT_EVIDENCE") == []
+    rows = _run()
+    rows.connection.execute("UPDATE grad SET valid = FALSE")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_models_of_their_own_are_not_compared() -> None:
+    rows = _times(_run(sharing="plain"), 16.0, "rank = 2 AND step >= 30")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []

@@ -1,0 +1,90 @@
+"""Ranks that stand apart by their own past: found where they do, and not in noise of any shape."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from tdbg.aggregator.outliers import apart
+
+ALPHA = 0.002
+
+
+def _noise(seed: int, kind: str, ranks: int = 4, steps: int = 120, series: int = 8) -> numpy.ndarray:
+    rng = numpy.random.default_rng(seed)
+    shape = (ranks, steps, series)
+    trend = numpy.cumsum(rng.normal(0, 0.1, (1, steps, series)), 1) + rng.normal(0, 0.5, (ranks, 1, series))
+    if kind == "normal":
+        return trend + rng.normal(0, 0.2, shape)
+    if kind == "heavy":
+        return trend + 0.3 * rng.standard_t(1.5, shape)
+    if kind == "steady":  # neighbours in time are alike
+        e = rng.normal(0, 0.1, shape)
+        for t in range(1, steps):
+            e[:, t] += 0.95 * e[:, t - 1]
+        return trend + e
+    if kind == "drift":  # ranks whose data are learnt at different speeds
+        speed = rng.normal(0, 0.02, (ranks, 1, series))
+        return trend + speed * numpy.arange(steps)[None, :, None] + rng.normal(0, 0.1, shape)
+    if kind == "sparse":  # a tensor gets no gradient at many steps
+        return numpy.where(rng.random(shape) < 0.3, numpy.log(1e-45), trend + rng.normal(0, 0.2, shape))
+    if kind == "settling":  # wild at first
+        return (
+            trend
+            + rng.normal(0, 1, shape) * numpy.exp(-numpy.arange(steps) / 15)[None, :, None]
+            + rng.normal(0, 0.1, shape)
+        )
+    return trend + numpy.exp(rng.normal(0, 1, (1, steps, 1))) * rng.normal(0, 0.2, shape)  # "unequal": over time
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "steady", "drift", "sparse", "settling", "unequal"])
+def test_noise_of_any_shape_is_no_outlier(kind):
+    assert [seed for seed in range(12) if list(apart(_noise(seed, kind), ALPHA))] == []
+
+
+@pytest.mark.parametrize("factor", [16.0, 4.0, 1 / 8])
+def test_a_lasting_factor_is_found_at_its_first_step(factor):
+    for seed in range(5):
+        x = _noise(seed, "normal", steps=70)
+        x[2, 24:] += numpy.log(factor)
+        (found,) = apart(x, ALPHA)
+        assert (found.kind, found.rank) == ("lasting", 2)
+        assert 24 <= found.first <= 26
+        assert found.chance <= ALPHA
+
+
+def test_events_that_come_again_on_one_rank_are_found():
+    for seed in range(5):
+        x = _noise(seed, "normal", ranks=3, steps=80)
+        x[1, 30::5, 3] += numpy.log(100)
+        (found,) = apart(x, ALPHA)
+        assert (found.kind, found.rank, found.series, found.first) == ("repeated", 1, 3, 30)
+        assert found.steps == tuple(range(30, 80, 5))
+
+
+def test_events_that_fall_on_all_ranks_alike_are_none():
+    x = _noise(1, "normal", ranks=4, steps=120)
+    for i, step in enumerate(range(30, 120, 5)):
+        x[i % 4, step] += numpy.log(50)
+    assert list(apart(x, ALPHA)) == []
+
+
+def test_one_odd_batch_is_none():
+    x = _noise(1, "normal")
+    x[2, 60] += numpy.log(1000)
+    assert list(apart(x, ALPHA)) == []
+
+
+def test_a_step_at_which_all_but_one_change_together_names_nobody_of_two():
+    x = _noise(1, "normal", ranks=2)
+    x[0, 60:] += 3
+    assert list(apart(x, ALPHA)) == []
+
+
+def test_steps_without_a_value_neither_hide_nor_make_an_outlier():
+    x = _noise(3, "normal", steps=90)
+    x[:, ::7] = numpy.nan
+    assert list(apart(x, ALPHA)) == []
+    x[1, 50:] += numpy.log(16)
+    (found,) = apart(x, ALPHA)
+    assert (found.rank, found.first) == (1, 50)
