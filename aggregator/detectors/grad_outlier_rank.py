@@ -20,7 +20,7 @@ from ..findings import Abstention, Evidence, Finding
 from ..groups import interval, listed, unheard
 from ..outliers import BEFORE, Apart, apart, median
 from ..reductions import CATALOGUE
-from ..replicas import TIED
+from ..tied import TIED
 from ..wording import counted
 
 CODE = "GRAD_OUTLIER_RANK"
