@@ -20,7 +20,7 @@ CLASSES = [
     "RMSprop",
     "Rprop",
     "ASGD",
-    "Adafactor",
+    *(["Adafactor"] if hasattr(torch.optim, "Adafactor") else []),  # from torch 2.5 on
 ]
 
 
