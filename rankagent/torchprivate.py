@@ -24,6 +24,7 @@ FSDP1_RUNTIME = "torch.distributed.fsdp._runtime_utils"
 FSDP1_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FSDP2_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 FSDP2_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+FSDP2_BEFORE_2_6 = "torch.distributed._composable.fsdp._fsdp_state"
 
 
 def queue_callback(torch: Any, fn: Any) -> None:
@@ -108,7 +109,9 @@ def found_inf(optimizer: Any) -> Any:
 def knows_gathered() -> bool:
     """Whether FSDP2's parameters can be told while they are gathered."""
     fsdp2 = getattr(sys.modules.get(FSDP2_GROUP.rpartition(".")[0] + "._fully_shard"), "FSDPModule", None)
-    return fsdp2 is None or hasattr(fsdp2, "_get_fsdp_state")
+    if fsdp2 is None:
+        return FSDP2_BEFORE_2_6 not in sys.modules  # of that one nothing is known but its shards
+    return hasattr(fsdp2, "_get_fsdp_state")
 
 
 def fsdp2_no_root_runs(state: Any) -> bool:
