@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..rankagent.contract import TdbgError
+from .gradnorm import is_sharded, sharded_norms
 from .store import Store
 
 
@@ -25,7 +26,8 @@ METRICS: dict[str, Metric] = {
     "loss": Metric("loss", "total / greatest(backwards, 1)", "",
                    "mean loss of the step's backwards, without the loss scale"),
     "loss_scale": Metric("loss", "scale", "", "loss scale in force", "scale <> 1"),
-    "grad_norm": Metric("grad", _NORM, "", "norm of the gradient that the optimizer got, where it was measured",
+    "grad_norm": Metric("grad", _NORM, "",
+                        "norm of the gradient that the optimizer got; of a sharded one, of all parts",
                         "stage = 'reduced'"),
     "grad_norm_local": Metric("grad", _NORM, "", "norm of the rank's own gradient", "stage = 'local' AND valid"),
     "clip_norm": Metric("clip", "norm", "", "norm that the clipping call returned", "NOT isnan(norm)"),
@@ -61,6 +63,10 @@ def metric_rows(store: Store, name: str | None = None) -> list[MetricRow]:
     found = []
     for n in METRICS if name is None else (name,):
         m = METRICS[n]
+        if n == "grad_norm" and is_sharded(store):  # a row of the table holds the parts of one rank only
+            whole = [(attempt, step, rank, norm) for rank, attempt, step, norm in sharded_norms(store) if step > 0]
+            found += [MetricRow(n, *r) for r in sorted(whole)]
+            continue
         rows = store.rows(f"SELECT attempt, step, rank, CAST({m.value} AS DOUBLE) AS value FROM {m.table} "
                           f"WHERE ({m.where}) AND step > 0 ORDER BY attempt, step, rank")  # fmt: skip
         found += [MetricRow(n, *r) for r in rows if r[3] is not None]

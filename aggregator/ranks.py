@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from .findings import SEVERITIES, Incident
+from .gradnorm import LAST_STEPS, is_sharded, sharded_norms
 from .store import Store
 
 # A rank whose memory or step time is half as much again as its peers' median is worth a word in a table. It is no
@@ -43,7 +44,8 @@ ORDER BY s.rank, s.attempt
 @dataclass(frozen=True)
 class RankRow:
     """A rank's last attempt. None: not recorded. `loss` is the mean over the last step's backwards; `grad_norm` of the
-    gradient that the optimizer got, of the rank's own one where that was not measured."""
+    gradient that the optimizer got (of a sharded model: of all its parts), of the rank's own one where that was not
+    measured."""
 
     rank: int
     host: str = ""
@@ -67,13 +69,18 @@ def rank_rows(store: Store, incidents: Sequence[Incident] = (), world_size: int 
     for p in sorted((p for p in store.processes if p.kind == "rank"), key=lambda p: p.attempt):
         steps = p.state.step if p.state else 0
         rows[p.index] = RankRow(p.index, hosts.get((p.attempt, p.index), ""), p.attempt, p.pid, steps)
-    for rank, attempt, pid, steps, seen, loss, norm, step_ns, rss, cuda in store.rows(
-        SQL.format(schema="recent" if recent else "main")
-    ):
+    schema = "recent" if recent else "main"
+    sharded = dict[tuple[int, int], float]()
+    parts = is_sharded(store)
+    if parts:
+        last = sharded_norms(store, schema, LAST_STEPS)
+        sharded = {(rank, attempt): norm for rank, attempt, _, norm in sorted(last, key=lambda n: n[2])}
+    for rank, attempt, pid, steps, seen, loss, own, step_ns, rss, cuda in store.rows(SQL.format(schema=schema)):
         old = rows.get(rank)
         if old and old.attempt > attempt:
             continue
         host = hosts.get((attempt, rank), "")
+        norm = sharded.get((rank, attempt)) if parts else own
         rows[rank] = RankRow(rank, host, attempt, pid, steps, seen, loss, norm, step_ns, rss,
                              None if cuda is None or cuda < 0 else cuda)  # fmt: skip
     whole = store.about.said_status in ("finished", "failed")

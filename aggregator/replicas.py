@@ -84,11 +84,12 @@ def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = 
 _PARTED: Final = """
 WITH swept AS ({sweeps}),
 known AS (
-    SELECT rank, attempt, pid, generation, index, name, model, sharing, broadcast, optimizer, peers <> '' AS joined,
-           trainable OR optimizer >= 0 AS owned, len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
+    SELECT rank, attempt, pid, generation, index, name, model, sharing, broadcast, optimizer, base,
+           peers <> '' AS joined, trainable OR optimizer >= 0 AS owned, len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
            hash(name, model, model_type, shape, dtype, sharing, broadcast, peers) AS id, windows
     FROM (
         SELECT * REPLACE ({promise} AS sharing),
+               min(index) OVER (PARTITION BY rank, attempt, pid, generation, kind) AS base,
                CASE WHEN kind = 'param' AND numel > {window}
                         AND sum(numel) OVER (PARTITION BY rank, attempt, pid, generation, kind) > {whole}
                        THEN ((numel + {window} - 1) // {window}) | 1 ELSE 1 END AS windows
@@ -112,7 +113,7 @@ held AS (
 ),
 fit AS (SELECT k.* FROM known k JOIN held USING (attempt, id)),
 catalogue AS (
-    SELECT k.rank, k.attempt, k.pid, k.generation, min(k.index) AS base, bit_xor(hash(f.index, f.id)) AS digest
+    SELECT k.rank, k.attempt, k.pid, k.generation, min(k.base) AS base, bit_xor(hash(f.index, f.id)) AS digest
     FROM known k LEFT JOIN fit f USING (rank, attempt, pid, generation, index)
     GROUP BY ALL HAVING count(f.id) > 0
 ),

@@ -1,6 +1,6 @@
 """Gradients differ between replicas when the optimizer gets them: the reduction left them out, or something came after.
 
-Reads     grad (stage reduced), param, tensor, step
+Reads     grad (stage reduced), param, tensor, step, optim
 Says      which ranks, from which step on, which tensors; a gradient that some ranks lack counts as different
 Unknown   only unwrapped or ignored tensors, or shards of which each rank holds its own; steps that no longer correspond
 Blind to  steps between two sweeps; a wrong value that all replicas share
@@ -31,7 +31,9 @@ SQL = replicas.parted_sql(
        WHERE g.stage = 'reduced' AND len(g.digest) > 0 AND s.step IS NULL""",
     "kind = 'param' AND sharing NOT IN ('plain', 'outside', 'ignored', 'duplicated')",
     whole=0,
-    settled=settled_sql(">="),
+    # an optimizer that updates each parameter on one rank and hands it to the others evens out nothing but the symptom
+    settled=f"""({settled_sql(">=")}) AND NOT EXISTS (
+        SELECT 1 FROM optim o WHERE o.attempt = a.attempt AND o.class_name = 'ZeroRedundancyOptimizer')""",
 )
 
 

@@ -83,6 +83,13 @@ def test_gradients_that_differ_while_the_parameters_agree_are_a_note() -> None:
     assert [f.severity for f in _found(rows)] == ["critical"]
 
 
+def test_parameters_that_a_sharded_optimizer_hands_round_excuse_nothing() -> None:
+    rows = sweep(_rows(SAME, ODD), "param", 2, SAME, "end")
+    for rank in range(3):
+        rows.add("optim", rank=rank, step=1, class_name="ZeroRedundancyOptimizer")
+    assert [f.severity for f in _found(rows)] == ["critical"]
+
+
 def test_gradients_of_local_training_whose_parameters_come_together_again_and_again_are_a_note() -> None:
     rows = catalogue(Rows(), 2, "a")
     for step in range(1, 10):
@@ -115,3 +122,10 @@ def test_replicas_of_a_shard_must_get_one_gradient() -> None:
 @pytest.mark.parametrize("sharing", ["outside", "ignored"])
 def test_gradients_that_no_wrapper_reduces_are_left_to_the_parameters(sharing: str) -> None:
     assert _found(_rows({0: [1, 2], 1: [3, 4], 2: [5, 6]}, sharing=sharing), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_tensors_that_are_not_compared_shift_no_other() -> None:
+    rows = catalogue(catalogue(Rows(), 2, "own", sharing="ignored"), 2, "shared")
+    for step in (1, 2):
+        sweep(rows, "grad", step, {0: [step, 7], 1: [step + 50, 7]}, "reduced")
+    assert _found(rows, "CLEAR", world_size=2) == []
