@@ -85,7 +85,8 @@ _PARTED: Final = """
 WITH swept AS ({sweeps}),
 known AS (
     SELECT rank, attempt, pid, generation, index, name, model, sharing, broadcast, optimizer, base,
-           peers <> '' AS joined, trainable OR optimizer >= 0 AS owned, len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
+           peers <> '' AS joined, trainable OR optimizer >= 0 AS owned,
+           len(peers) - len(replace(peers, ',', '')) + 1 AS peers,
            hash(name, model, model_type, shape, dtype, sharing, broadcast, peers) AS id, windows
     FROM (
         SELECT * REPLACE ({promise} AS sharing),
