@@ -1,7 +1,7 @@
 """Exact fingerprints of what optimizers remember: moments, momentum, step counters, whatever `optimizer.state` holds.
 
 Writes    optim_state, optim_loaded
-Costs     per watched step and optimizer the state of 4 small parameters before and after the update and of 8 others in
+Costs     per watched step and optimizer the state of 2 small parameters before and after the update and of 4 others in
           turn after it (windows of 2,040 elements), 2 us a tensor; everything, 0.4 ms per million elements, before the
           first two updates of an optimizer, after load_state_dict and at the end
 Blind to  state in lists and dicts (LBFGS's history); tensors that no other rank holds, of which only the presence is
@@ -24,8 +24,8 @@ from ..tables import Column, Table
 OPTIM_STATE = Table("optim_state", (
     Column("optimizer", "int32", "", "optimizer of this process, see optim"),
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
-    Column("stage", "text", "", "start: before the update (4 small parameters; all before the first two updates and after a load); "
-           "end: after the step's update (the same 4 and 8 others in turn); final: when the process ended (all)"),
+    Column("stage", "text", "", "start: before the update (2 small parameters; all before the first two updates and after a load); "
+           "end: after the step's update (the same 2 and 4 others in turn); final: when the process ended (all)"),
     Column("keys", "text", "", "JSON object: name of each state, e.g. exp_avg, and what stands for it in `digest`: digest or number; "
            "empty when the optimizer has no state yet"),
     Column("tensors", "int64[]", "", "catalogue index of each parameter looked at; none under ZeroRedundancyOptimizer"),
@@ -42,8 +42,8 @@ LOADED = Table("optim_loaded", (
 TABLES = (OPTIM_STATE, LOADED)
 
 ABSENT, PRESENT = -1, 0
-SENTINELS = 4  # small parameters whose state is looked at before and after each watched update
-IN_TURN = 8  # others after it: what an update does to state it does to many tensors, and it shows in the parameters
+SENTINELS = 2  # small parameters whose state is looked at before and after each watched update
+IN_TURN = 4  # others after it: what is done to state is done to many tensors, and it shows in the parameters
 WHOLE_STARTS = 2  # before the first update there is no state yet, unless it was loaded
 LOAD_WATCH_PAUSE = 20  # close watches after loads may take a twentieth of the steps: some programs load at every step
 
@@ -138,8 +138,9 @@ def install(emit: Emit) -> Undo:
     def sorted_out(keys: dict[str, list[Any]], entries: list[Entry]) -> tuple[list[Any], list[Any], list[Any]]:
         """What is to be fingerprinted, as (key, place) and tensors; what is read as numbers, as (key, places, values)."""
         places, tensors, numbers = [], [], []
+        comparable = [at for at, e in enumerate(entries) if shared(e)]
         for key, values in keys.items():
-            chosen = [at for at, v in enumerate(values) if v is not None and shared(entries[at])]
+            chosen = [at for at in comparable if values[at] is not None]
             counts = [at for at in chosen if is_number(values[at], entries[at])]
             if counts:
                 numbers.append((key, counts, [values[at] for at in counts]))
