@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding, Severity
-from ..wording import ranks_text
 
 CODE = "TRAIN_EVAL_OVERLAP"
 NEEDS = {"batch": 1, "loader": 1}
@@ -257,7 +256,7 @@ def _finding(rows: Sequence[Row], clean: bool) -> Finding | None:
         summary="evaluation reads the training data itself"
         if itself
         else f"{count} of {of} evaluation samples of {first.dataset_class} ({count / of:.0%}) were trained on too: "
-        f"{how}; evaluated on {ranks_text(ranks)}",
+        f"{how}",
         evidence=tuple(
             Evidence(r.rank, r.first_step, "evaluation samples that training consumed too",
                      str(r.shared if r.one_root else r.met), "0")
