@@ -27,18 +27,27 @@ class Level(NamedTuple):
     def name(self) -> str:
         return type(self.dataset).__name__
 
+    @property
+    def composed(self) -> bool:
+        """Several choices in one, as Hugging Face data sets keep them: a held-out part and a rank's share look alike."""
+        return hasattr(self.indices, "take") and hasattr(self.indices, "chunks")
+
     def below(self, positions: list[Any]) -> list[Any]:
         """Positions in the level below of positions in this one."""
-        if hasattr(self.indices, "take") and hasattr(self.indices, "chunks"):  # an Arrow column: one call, not n
+        if self.composed:  # an Arrow column: one call, not n
             taken: list[Any] = self.indices.take(positions).to_pylist()
             return taken
         return [self.indices[i] for i in positions]
+
+    def described(self) -> list[Any]:
+        """Class, length, digest of the indices; a fourth part where choices are composed."""
+        return [self.name, self.length, self.digest(), *(["composed"] if self.composed else [])]
 
     def digest(self) -> str:
         """Digest of the indices, all of them; empty for a root."""
         if self.indices is None:
             return ""
-        array = self.indices.to_numpy() if hasattr(self.indices, "chunks") else self.indices
+        array = self.indices.to_numpy() if self.composed else self.indices
         return f"{zlib.crc32(numpy.asarray(array, dtype=numpy.int64).tobytes()):08x}"
 
 

@@ -82,9 +82,11 @@ WITH pass AS (
            arg_max(c.entry, c.depth) AS entry
     FROM common c JOIN size z ON z.attempt = c.attempt AND z.nth_loader = c.nth_loader AND z.nth_pass = c.nth_pass
                              AND z.ranks = c.holders GROUP BY ALL
-), vague AS (
-    SELECT DISTINCT attempt, nth_loader, nth_pass FROM level
-    WHERE depth > 1 AND coalesce(json_extract_string(entry, '$[2]'), '') = ''
+), vague AS (  -- of a composed choice that differs between ranks nobody knows which part was meant to be held out
+    SELECT DISTINCT l.attempt, l.nth_loader, l.nth_pass
+    FROM level l LEFT JOIN base b USING (attempt, nth_loader, nth_pass)
+    WHERE l.depth > 1 AND (coalesce(json_extract_string(l.entry, '$[2]'), '') = ''
+                           OR l.depth > b.depth AND json_extract_string(l.entry, '$[3]') = 'composed')
 ), elsewhere AS (
     SELECT DISTINCT b.attempt, t.nth_loader, array_to_string(l.chain, '>') AS path, unnest(b.ids) AS id
     FROM batch b JOIN layered l USING (rank, attempt, pid, loader, iterator)

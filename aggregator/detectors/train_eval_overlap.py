@@ -70,19 +70,17 @@ WITH told AS (
     SELECT r.*, t.twin AS other_twin, t.root IS NOT DISTINCT FROM r.root AND r.root IS NOT NULL AS one_root,
            t.levels AS other_levels, t.samples AS other_samples, t.length AS other_length
     FROM reading r JOIN trained t ON (t.rank, t.attempt, t.pid, t.chain) = (r.rank, r.attempt, r.pid, r.other)
+), needed AS (
+    SELECT * FROM known
+    WHERE evaluates AND chain IN (SELECT chain FROM pair) OR trains AND chain IN (SELECT other FROM pair)
 ), thin AS (
     SELECT CASE WHEN sum(n) <= $compared THEN 18446744073709551615::UBIGINT
                 ELSE (1.8e19 * $compared / sum(n))::UBIGINT END AS cutoff
-    FROM (SELECT sum(greatest(samples, 0)) AS n FROM batch)
-), sample AS (
-    SELECT k.rank, k.attempt, k.pid, k.chain, k.twin, k.trains, k.iterator,
-           unnest(CASE WHEN len(b.ids) > 0 THEN b.ids ELSE range(len(b.digests)) END) AS id,
-           unnest(CASE WHEN len(b.digests) > 0 THEN b.digests ELSE [NULL::BIGINT FOR x IN b.ids] END) AS digest,
-           len(b.ids) > 0 AS named, b.seq
-    FROM known k JOIN batch b USING (rank, attempt, pid, loader, iterator)
-    WHERE (k.trains OR k.evaluates) AND b."end" = '' AND (k.trains OR k.chain IN (SELECT chain FROM pair))
+    FROM (SELECT sum(greatest(b.samples, 0)) AS n FROM needed JOIN batch b USING (rank, attempt, pid, loader, iterator))
 ), by_id AS (
-    SELECT DISTINCT rank, attempt, pid, chain, trains, id FROM sample, thin WHERE named AND hash(id) <= cutoff
+    SELECT DISTINCT k.rank, k.attempt, k.pid, k.chain, k.trains,
+           unnest([x FOR x IN b.ids IF hash(x) <= thin.cutoff]) AS id
+    FROM needed k JOIN batch b USING (rank, attempt, pid, loader, iterator), thin WHERE b."end" = '' AND len(b.ids) > 0
 ), shared AS (
     SELECT p.rank, p.attempt, p.pid, p.chain, p.other, p.place, count(*) AS shared
     FROM pair p
@@ -91,10 +89,16 @@ WITH told AS (
     WHERE p.one_root GROUP BY ALL
 ), counted AS (
     SELECT rank, attempt, pid, chain, trains, count(*) AS ids FROM by_id GROUP BY ALL
-), by_content AS (  -- one row per sample and content; a stream has no ids, so that only its first pass can be counted
-    SELECT attempt, twin, trains, CASE WHEN named THEN id::UBIGINT ELSE hash(rank, seq, id) END AS key, digest,
-           count(*) AS times
-    FROM sample, thin WHERE digest IS NOT NULL AND hash(digest) <= cutoff AND (named OR iterator = 0) GROUP BY ALL
+), sample AS (  -- a stream has no ids, so that only its first pass can be counted
+    SELECT k.attempt, k.twin, k.trains, k.rank, b.seq, len(b.ids) > 0 AS named, unnest(
+               [{'at': coalesce(b.ids[i], i), 'digest': b.digests[i]} FOR i IN range(1, len(b.digests) + 1)
+                IF hash(b.digests[i]) <= thin.cutoff]) AS one
+    FROM needed k JOIN batch b USING (rank, attempt, pid, loader, iterator), thin
+    WHERE b."end" = '' AND len(b.digests) > 0 AND (len(b.ids) > 0 OR k.iterator = 0)
+), by_content AS (  -- one row per sample and content
+    SELECT attempt, twin, trains, CASE WHEN named THEN one.at::UBIGINT ELSE hash(rank, seq, one.at) END AS key,
+           one.digest AS digest, count(*) AS times
+    FROM sample GROUP BY ALL
 ), content AS (
     SELECT attempt, twin, trains, digest, count(*) AS keys FROM by_content GROUP BY ALL
 ), contents AS (

@@ -42,7 +42,8 @@ LOADER = Table("loader", (
     Column("dataset_class", "text", "", "class of the root data set"),
     Column("dataset_length", "int64", "", "length of the root data set; -1 unknown"),
     Column("dataset_digest", "text", "", "digest of the root data set's own attributes (tensors, arrays, lists sampled); empty unknown"),
-    Column("levels", "text", "", "JSON list from root to the loader's data set: [class, length, digest of its indices into the level below]"),
+    Column("levels", "text", "", "JSON list from root to the loader's data set: [class, length, digest of its indices into the level below, "
+           "'composed' where they hold several choices]"),
     Column("base_seed", "int64", "", "seed that workers derive theirs from; 0 without workers"),
     Column("worker_init", "bool", "", "a worker_init_fn is set"),
 ), "one row per pass over a loader")  # fmt: skip
@@ -277,7 +278,7 @@ def install(emit: Emit) -> Undo:
         workers = getattr(iterator, "_num_workers", 0)
         processes = getattr(iterator, "_workers", None) or [None]
         start = getattr(processes[0], "_start_method", None) or agent.torch.multiprocessing.get_start_method()
-        shape = [[level.name, level.length, level.digest()] for level in chain]
+        shape = [level.described() for level in chain]
         batches = -1 if iterable else length(samplers[0])
         if ranks and batches >= 0:
             batches = batches // ranks if drop_last else -(-batches // ranks)

@@ -183,3 +183,16 @@ def test_rank_0_that_reads_for_all_knows_the_ids_of_all() -> None:
         rows.add("batch", rank=1, index=index, step=index + 1, samples=5, backwards=index)
     rows.add("batch", rank=1, index=10, step=10, backwards=10, end="StopIteration")
     assert judge(rows) == ("CLEAR", [])
+
+
+def test_a_choice_that_holds_both_the_split_and_the_share_is_no_evidence() -> None:
+    rows = Rows()
+    for rank in range(2):
+        chain = json.dumps([["Rows", N, ""], ["Rows", 40, f"share {rank}", "composed"]])
+        read(rows, rank, range(40 * rank, 40 * rank + 40), chain)
+    assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+    alike = Rows()
+    for rank in range(2):
+        chain = json.dumps([["Rows", N, ""], ["Rows", 80, "train", "composed"]])
+        read(alike, rank, range(30 * rank, 30 * rank + 30), chain)
+    assert judge(alike)[0] == "NOT_APPLICABLE"  # the samplers draw a set number
