@@ -29,7 +29,7 @@ class Level(NamedTuple):
 
     @property
     def composed(self) -> bool:
-        """Several choices in one, as Hugging Face data sets keep them: a held-out part and a rank's share look alike."""
+        """Several choices in one, as Hugging Face data sets keep them: held-out part and share look alike."""
         return hasattr(self.indices, "take") and hasattr(self.indices, "chunks")
 
     def below(self, positions: list[Any]) -> list[Any]:
