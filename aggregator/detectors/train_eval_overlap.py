@@ -96,7 +96,7 @@ WITH told AS (
     FROM needed k JOIN batch b USING (rank, attempt, pid, loader, iterator), thin
     WHERE b."end" = '' AND len(b.digests) > 0 AND (len(b.ids) > 0 OR k.iterator = 0)
 ), by_content AS (  -- one row per sample and content
-    SELECT attempt, twin, trains, CASE WHEN named THEN one.at::UBIGINT ELSE hash(rank, seq, one.at) END AS key,
+    SELECT attempt, twin, trains, CASE WHEN named THEN hash(one.at) ELSE hash(rank, seq, one.at) END AS key,
            one.digest AS digest, count(*) AS times
     FROM sample GROUP BY ALL
 ), content AS (
