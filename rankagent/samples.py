@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 
+from .fingerprint import weights
 from .leaves import leaves
 
 SAMPLE_WORDS = 64  # 32-bit words per sample and tensor that a digest looks at, spread evenly
@@ -40,18 +41,16 @@ def sample_digests(data: Any, count: int) -> list[int]:
         words = _sample_words(t, count)
         if words is None:
             continue
-        weights = (numpy.arange(1, words.shape[1] + 1, dtype=numpy.uint64) + numpy.uint64(977 * used)) * _GOLDEN | _ONE
-        part = (words * weights).sum(axis=1, dtype=numpy.uint64)
-        total = part if total is None else total * _GOLDEN + part
+        # weights that follow from one another would let small integers, such as tokens, cancel each other
+        own = weights()[2 * SAMPLE_WORDS * used :][: words.shape[1]]
+        part = (words * own).sum(axis=1, dtype=numpy.uint64)
+        total = part if total is None else total + part
         used += 1
     if total is None:
         return []
     mixed = (total ^ (total >> numpy.uint64(29))) * numpy.uint64(0xBF58476D1CE4E5B9)
     digests: list[int] = (mixed >> numpy.uint64(32)).astype(numpy.int64).tolist()
     return digests
-
-
-_GOLDEN, _ONE = numpy.uint64(0x9E3779B97F4A7C15), numpy.uint64(1)
 
 
 def _sample_words(tensor: Any, count: int) -> Any:

@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from kit.agent import read, record, running
 from kit.numbers import Numbers
+from tdbg.rankagent.samples import sample_digests
 
 
 class Stream(IterableDataset):
@@ -252,3 +253,9 @@ def test_a_batch_that_was_never_made_has_the_ids_it_was_to_hold(tmp_path, worker
 
     (row,) = [r for r in record(tmp_path, consume)["batch"] if r["end"] == "ValueError"]
     assert (row["ids"], row["samples"]) == ([5, 6, 7, 8, 9], -1)
+
+
+def test_samples_of_small_integers_have_digests_of_their_own():
+    tokens = torch.randint(0, 4, (20_000, 12), generator=torch.Generator().manual_seed(1))
+    contents = {tuple(row) for row in tokens.tolist()}
+    assert len(set(sample_digests(tokens, len(tokens)))) >= len(contents) - 2  # 2e8 pairs, 2^-32 each
