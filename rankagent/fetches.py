@@ -21,9 +21,9 @@ Message = dict[str, Any]
 
 WATCHED_FETCHES = 100  # the first of each watch are looked at one by one, like the close watch of the steps
 EVERY_FETCH = 16  # after that this share of them
-DEAR_EVERY_FETCH = 64  # where tracing costs more than the limit below
-CALL_NS = 700  # what the tracer costs per function call of the traced code: 0.5 to 0.7 us, python 3.11
-WORKER_LIMIT_NS, MAIN_LIMIT_NS = 2_000_000, 300_000  # of tracing per batch: in a worker it runs beside training
+DEAR_EVERY_FETCH = 64  # where tracing costs more than the limit below; EVERY_FETCH among the first
+CALL_NS = 2_000  # what the tracer costs per function call of the traced code: 1.3 to 2.7 us, python 3.11 and 3.12
+WORKER_LIMIT_NS, MAIN_LIMIT_NS = 2_000_000, 600_000  # of tracing per batch: in a worker it runs beside training
 STREAM_FETCHES = (1, 2, 4, 8)  # after these the streams are looked at again: two moves tell drawing from seeding
 MESSAGES_LIMIT = 256  # about single batches, per watch
 HABIT_SAMPLES, HABIT_RATIO = 64, 0.5  # exceptions in half of so many samples are how this code works
@@ -85,7 +85,8 @@ class Watch:
 
     def spared(self) -> bool:
         """Whether this batch is not traced, as that costs too much."""
-        return self.dear and self.fetches % DEAR_EVERY_FETCH != 0
+        every = EVERY_FETCH if self.fetches < WATCHED_FETCHES else DEAR_EVERY_FETCH
+        return self.dear and self.fetches % every != 0
 
     def samples(self, data: Any) -> None:
         """The samples as the data set gave them, before they are put together."""

@@ -2,7 +2,7 @@
 
 Writes    stream, making
 Costs     60 us at the first batches of a pass; 1 us a batch to look for messages; the making of batches is traced only
-          where a data set's code can handle exceptions, within 0.3 ms a batch in the rank, 2 ms in a worker, and after
+          where a data set's code can handle exceptions, within 0.6 ms a batch in the rank, 2 ms in a worker, and after
           the first 100 batches every 16th
 Blind to  data sets that are not made of Python code; messages of workers that end after the rank has
 """
