@@ -11,6 +11,8 @@ from .recipes import Case, draw, healthy
 
 __all__ = ["FAULTS", "codes", "faulty", "healthy", "numbers", "replicas", "samples"]
 
+BY_HAND = ("PARAM_DESYNC", "GRAD_DESYNC")
+
 
 def codes() -> list[str]:
     """All codes that have a fault, in the order of this file."""
@@ -31,6 +33,9 @@ def faulty(seed: int, number: int, only: str = "") -> Case:
     way = ways[place]
     drawn = Drawn(chance, draw(chance, way.wanted(chance)))
     truth = way.plant(drawn)
+    if drawn.recipe["wrap"] == "hand" and truth.codes[0] in BY_HAND:
+        # nothing declares replicas that no wrapper holds: what came apart is told of the parameters, of two ranks mildly
+        truth = replace(truth, codes=(*truth.codes, "PARAM_DESYNC"), mild=True)
     if drawn.recipe["wrap"] == "single":
         truth = replace(truth, ranks=(0,) if truth.ranks else None)
     return Case(number, way.code, drawn.recipe, truth)

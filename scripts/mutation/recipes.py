@@ -19,7 +19,7 @@ class Truth:
     """What must be found: one of `codes`; `allow`: codes that may come with it, as consequences that are real.
 
     `step` None: the fault has none, or none that is exact. `history`: the rule needs more watched steps than a governed
-    job of this length has, so there it may abstain.
+    job of this length has, so there it may abstain. `mild`: a note will do, since a program may mean it so.
     """
 
     codes: tuple[str, ...]
@@ -28,6 +28,7 @@ class Truth:
     history: bool = False
     subject: str = ""
     allow: tuple[str, ...] = ()
+    mild: bool = False
 
 
 @dataclass(frozen=True)
