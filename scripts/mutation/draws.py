@@ -34,7 +34,7 @@ def faulty(seed: int, number: int, only: str = "") -> Case:
     drawn = Drawn(chance, draw(chance, way.wanted(chance)))
     truth = way.plant(drawn)
     if drawn.recipe["wrap"] == "hand" and truth.codes[0] in BY_HAND:
-        # nothing declares replicas that no wrapper holds: what came apart is told of the parameters, of two ranks mildly
+        # no wrapper declares replicas here: what came apart is told of the parameters, of two ranks mildly
         truth = replace(truth, codes=(*truth.codes, "PARAM_DESYNC"), mild=True)
     if drawn.recipe["wrap"] == "single":
         truth = replace(truth, ranks=(0,) if truth.ranks else None)
