@@ -32,15 +32,16 @@ def mutate() -> ModuleType:
 
 def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int = 10) -> Any:
     """The result for a fault on rank 1 of 3 at `step`; passes ran every 8 steps where the mode is governed."""
+    judging = mutate.judging
     usual = {"severity": "critical", "evidence_state": "OBSERVED", "ranks": [1], "subject": "head", "summary": "",
              "last_good_step": step - 1, "first_step": step, "reason_code": "PARAM_DESYNC"}  # fmt: skip
     verdict = {"incidents": [usual | i for i in incidents], "verdicts": [],
                "data_quality": {"complete": True, "warnings": []}}  # fmt: skip
     watched = list(range(1, 41)) if mode == "full" else [8, 16, 24, 32, 40]
-    truth = mutate.Truth(("PARAM_DESYNC",), (1,), step, False, "head")
-    case = mutate.Case(0, "PARAM_DESYNC", {}, truth)
-    result = mutate.Result("", case.kind, mode, "", 0.0)
-    mutate.score(case, mode, mutate.Said(verdict, watched, 40), result)
+    truth = judging.Truth(("PARAM_DESYNC",), (1,), step, False, "head")
+    case = judging.Case(0, "PARAM_DESYNC", {}, truth)
+    result = judging.Result("", case.kind, mode, "", 0.0)
+    judging.score(case, mode, judging.Said(verdict, watched, 40), result)
     return result
 
 
@@ -79,8 +80,8 @@ def test_a_whole_run_commits_every_fault_and_has_holes_enough(mutate: ModuleType
 
 
 def test_bounds_are_clopper_and_pearsons(mutate: ModuleType) -> None:
-    assert mutate.bound(59, 59) == pytest.approx(0.05 ** (1 / 59))
-    assert mutate.bound(45, 46) == pytest.approx(0.9011, abs=1e-3)
+    assert mutate.reporting.bound(59, 59) == pytest.approx(0.05 ** (1 / 59))
+    assert mutate.reporting.bound(45, 46) == pytest.approx(0.9011, abs=1e-3)
 
 
 def test_three_jobs_are_judged_right() -> None:
