@@ -129,3 +129,33 @@ def test_tensors_that_are_not_compared_shift_no_other() -> None:
     for step in (1, 2):
         sweep(rows, "grad", step, {0: [step, 7], 1: [step + 50, 7]}, "reduced")
     assert _found(rows, "CLEAR", world_size=2) == []
+
+
+def _seen(synced: int, own: bool) -> Rows:
+    rows = _rows({0: [1, 2], 1: [3, 4]})
+    for rank in range(2):
+        rows.add("grad", rank=rank, step=1, stage="local", generation=1, l2=[1.0, 1.0], valid=True, synced=synced,
+                 micro=0, sketch=[1.0 + rank, 2.0, 3.0, 4.0])  # fmt: skip
+    sketch = "[1.0 + rank, 2.0, 3.0, 4.0]" if own else "[9.0, 9.0, 9.0, 9.0]"
+    rows.connection.execute(f"UPDATE grad SET micro = 1, sketch = {sketch} WHERE stage = 'reduced'")
+    return rows
+
+
+def test_says_that_the_last_backward_was_told_not_to_reduce_and_whose_gradients_the_update_got() -> None:
+    (found,) = _found(_seen(0, own=True), world_size=2)
+    assert "under no_sync on ranks 0, 1" in found.summary
+    assert "own gradients of ranks 0, 1" in found.summary
+
+
+def test_says_that_no_forward_of_the_wrapper_was_seen() -> None:
+    (found,) = _found(_seen(-1, own=False), world_size=2)
+    assert "no forward of the DDP module" in found.summary
+    assert "own gradients" not in found.summary
+
+
+def test_says_that_what_ddp_delivered_was_changed_after_it() -> None:
+    rows = _seen(1, own=False)
+    for rank in range(2):
+        rows.add("delivered", rank=rank, step=1, generation=1, digest=[7, 8], reduction="mean", sketch=[0.0] * 4)
+    (found,) = _found(rows, world_size=2)
+    assert "changed after" in found.summary
