@@ -32,6 +32,10 @@ class Pass:
     def on_host(self) -> bool:
         return not any(p.is_cuda for p in self.parts)
 
+    def forget(self) -> None:
+        """Let the gradients go: values of a device land a step later, by when the program has freed them."""
+        self.grads, self.parts = [], []
+
     def spread(self, found: list[Any], nothing: Any, width: int = 1) -> list[Any]:
         """Values of the chosen entries at their places among all; `nothing` without a gradient, NaN or 0 elsewhere."""
         if len(self.chosen) == len(self.l2):

@@ -204,6 +204,8 @@ def install(emit: Emit) -> Undo:
             if odd:
                 agent.alarm()
 
+        if not on_host:
+            here.forget()
         agent.landing.land(wanted, landed)
 
     def deliver(here: Pass, by: str) -> None:
@@ -218,8 +220,9 @@ def install(emit: Emit) -> Undo:
             landed([fingerprint.digests_of_runs(here.parts, together), sketch_cpu(together, here.places, False)[0]])
         else:
             device = here.parts[0].device
-            digests = on_device.digests(here.parts, None)
-            agent.landing.land([digests, *sketches.sketch(together, here.places, False, device)], landed)
+            wanted = [on_device.digests(here.parts, None), *sketches.sketch(together, here.places, False, device)]
+            here.forget()
+            agent.landing.land(wanted, landed)
 
     def hooked() -> bool:
         return any(hooks_of(d) for _, d, _ in agent.catalogue.ddps())
