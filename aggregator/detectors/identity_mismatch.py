@@ -46,7 +46,8 @@ WITH last AS (
 ), holders AS (
     SELECT DISTINCT attempt, rank, model, peers FROM model
 ), signature AS (
-    SELECT h.attempt, h.rank, concat('model.', n.name) AS key, coalesce(m.value, '') AS value, TRUE AS must
+    SELECT h.attempt, h.rank, concat('model', nullif(model, 0), '.', n.name) AS key, coalesce(m.value, '') AS value,
+           TRUE AS must
     FROM (SELECT DISTINCT attempt, model, peers, name FROM model) n
     JOIN holders h USING (attempt, model, peers) LEFT JOIN model m USING (attempt, rank, model, peers, name)
 ), compared AS (
@@ -61,7 +62,7 @@ FROM extent e LEFT JOIN (SELECT * FROM compared WHERE differs) c USING (attempt)
 """
 
 # Which key of one group of ranks says most: code explains settings, settings explain versions.
-FAMILIES = ("code.", "model.", "flag.", "precision.", "env.", "argv", "version.")
+FAMILIES = ("code.", "model", "flag.", "precision.", "env.", "argv", "version.")
 SHOWN_KEYS, SHOWN_RANKS, SHOWN_TEXT = 8, 4, 120  # enough to see the difference on one screen
 
 
@@ -141,7 +142,7 @@ def _weight(row: Row) -> tuple[bool, int, str]:
 
 
 def _severity(members: Sequence[Row]) -> Severity:
-    if any(r.must and (r.key or "").startswith(("code.", "model.")) for r in members):
+    if any(r.must and (r.key or "").startswith(("code.", "model")) for r in members):
         return "critical"  # other code or another model computes something else; a setting may not matter
     return "warning" if any(r.must for r in members) else "note"
 

@@ -134,3 +134,12 @@ def test_tensors_frozen_later_on_are_the_training_s_own_business() -> None:
         "tensor", rank=1, step=50, generation=2, name="a", shape="4", dtype="float32", sharing="ddp", peers="0,1,2"
     )
     assert judge(rows) == ("CLEAR", [])
+
+
+def test_tensors_of_two_models_may_have_one_name() -> None:
+    rows = models({"0.weight": True}, {"0.weight": True})
+    for rank in range(2):
+        rows.add("tensor", rank=rank, generation=1, index=1, name="0.weight", model=1, model_type="Net", shape="9x9",
+                 dtype="float32", sharing="ddp", peers="0,1", trainable=rank == 0)  # fmt: skip
+    _, (f,) = judge(rows, world_size=2)
+    assert (f.ranks, f.subject) == ((0, 1), "model1.0.weight")
