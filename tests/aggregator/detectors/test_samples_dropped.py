@@ -77,6 +77,13 @@ def test_a_remainder_is_no_finding(n: int, batch: int) -> None:
     assert judge(train(dealt(n, 2, batch), batch=batch, n=n, split=2)) == ("CLEAR", [])
 
 
+def test_a_pass_that_training_left_early_does_not_turn_a_remainder_into_a_loss() -> None:
+    shards = [[whole, cut[:16]] for whole, cut in dealt(245, 2, 8, passes=2)]
+    rows = train(shards, n=245, split=2)
+    rows.connection.execute("""DELETE FROM batch WHERE iterator = 1 AND "end" = 'StopIteration'""")
+    assert judge(rows) == ("CLEAR", [])
+
+
 def test_a_small_part_lost_for_good_is_a_note() -> None:
     _, (found,) = judge(train(dealt(86, 2, 8, reshuffled=False), n=86, split=2))
     assert found.severity == "note"
