@@ -176,7 +176,7 @@ def _dropped(passes: Sequence[Row]) -> Finding | None:
     if first.batch_size > 0 and first.dropped > first.batch_size * len(first.ranks):
         return None  # more than one round of batches: not this rule alone
     lost = first.ratio if len(passes) == 1 and not first.looked else first.lost if first.looked >= len(passes) else 0.0
-    # What no pass gives is no more than what any one of them drops, however little of a pass that was cut short is known.
+    # What no pass gives is no more than what any of them drops, however little of one that was cut short was looked at.
     lost = min(lost, *(r.ratio for r in passes))
     severity: Severity = "warning" if first.batch_size > 0 else "note"
     which = "no pass gives them" if len(passes) > 1 else "the run has one whole pass"
