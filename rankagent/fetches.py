@@ -42,6 +42,7 @@ class Watch:
         self.auto = bool(fetcher.auto_collation)
         self.on = True
         self.fetches = self.judged = self.traced = self.caught = self.said = 0
+        self.untraced = 0  # batches that could not be traced, as somebody else traces this thread
         self.dear = False
         self.same_size = 0  # batches in which as many samples came out of the collate function as went in
         self.listed: list[Any] = []  # positions that the batch in the making was asked for
@@ -72,12 +73,14 @@ class Watch:
         found += [owned_stream(name, generator) for name, generator in self.owned.items()]
         self.deliver({"kind": "streams", "worker": self.worker, "fetches": self.fetches,
                       "names": [s.name for s in found], "digests": [s.digest for s in found],
-                      "origins": [s.origin for s in found]})  # fmt: skip
+                      "origins": [s.origin for s in found], "untraced": self.untraced})  # fmt: skip
 
     def begin(self, index: Any) -> None:
         self.listed = list(index) if self.auto else [index]
         self.given = []
-        self.tracing = self.tracer is not None and not self.spared() and self.tracer.start()
+        wanted = self.tracer is not None and not self.spared()
+        self.tracing = wanted and self.tracer is not None and self.tracer.start()
+        self.untraced += wanted and not self.tracing
 
     def quiet(self) -> bool:
         """Whether this batch is passed on with a look for None alone: 1 us instead of 15."""

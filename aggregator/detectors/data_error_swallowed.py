@@ -105,12 +105,16 @@ WITH told AS (
 ), silent AS (
     SELECT l.attempt, l.rank, any_value(l.dataset_class) AS class FROM loader l
     ANTI JOIN stream s USING (attempt, rank, pid, loader) GROUP BY ALL
+), untraced AS (
+    SELECT l.attempt, l.rank, any_value(l.dataset_class) AS class FROM loader l
+    JOIN stream s USING (attempt, rank, pid, loader) WHERE s.untraced > 0 GROUP BY ALL
 )
 SELECT p.attempt, p.kind, p.rank, any_value(l.dataset_class), count(*), sum(p.samples)::BIGINT, min(p.at), max(p.at),
        bool_or(p.habit), flatten(list(p.ids ORDER BY p.at))[1:8], flatten(list(p.instead ORDER BY p.at))[1:8],
        any_value(p.exceptions)
 FROM placed p JOIN loader l USING (attempt, rank, pid, loader, iterator) GROUP BY ALL
 UNION ALL SELECT attempt, 'silent', rank, class, 0, 0, 0, 0, FALSE, [], [], '' FROM silent
+UNION ALL SELECT attempt, 'untraced', rank, class, 0, 0, 0, 0, FALSE, [], [], '' FROM untraced
 UNION ALL SELECT attempt, 'unsure', rank, class, 0, samples, 0, 0, FALSE, [], [], '' FROM unsure
 ORDER BY ALL
 """
@@ -141,6 +145,11 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         if kind == "silent":
             who = listed({r.rank for r in several})
             why = f"how the batches of {dataset} were made on {who} was not reported"
+            yield Abstention("INSUFFICIENT_EVIDENCE", why)
+        elif kind == "untraced":
+            who = listed({r.rank for r in several})
+            why = f"a debugger or coverage tool on {who} traced the thread in which {dataset} makes its samples: " \
+                  "exceptions handled inside could not be seen"  # fmt: skip
             yield Abstention("INSUFFICIENT_EVIDENCE", why)
         elif kind == "unsure":
             why = (

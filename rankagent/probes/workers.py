@@ -25,6 +25,7 @@ STREAM = Table("stream", (
     Column("iterator", "int32", "", "see loader"),
     Column("worker", "int32", "", "worker that makes the batches; -1: the rank's own process does"),
     Column("fetches", "int64", "", "batches that it had made in this pass"),
+    Column("untraced", "int64", "", "of these, batches in whose making no exception could be seen, as a debugger or coverage tool traces there"),
     Column("names", "text", "", "streams, comma separated: torch, numpy, random, then generators that user objects own"),
     Column("digests", "int64[]", "", "digest of the state of each, alike in all processes; 0 for one that is not in use"),
     Column("origins", "int64[]", "", "per stream a number that changes when it is seeded anew; -1 where that can't be seen"),
@@ -115,7 +116,9 @@ def install(emit: Emit) -> Undo:
         m = message
         if m["kind"] == "streams":
             emit(
-                STREAM, (loader, number, m["worker"], m["fetches"]), (",".join(m["names"]), m["digests"], m["origins"])
+                STREAM,
+                (loader, number, m["worker"], m["fetches"], m["untraced"]),
+                (",".join(m["names"]), m["digests"], m["origins"]),
             )
         elif m["kind"] == "batch":
             emit(MAKING, (loader, number, *(m[c.name] for c in MAKING.fixed[2:])), [m[c.name] for c in MAKING.variable])

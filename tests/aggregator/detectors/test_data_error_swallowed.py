@@ -125,3 +125,9 @@ def test_handled_exceptions_in_random_data_are_unknown():
     rows = run(caught_ids=[1, 2, 3])
     rows.add("stream", rank=0, pid=9, worker=-1, fetches=1, names="torch", digests=[2], origins=[1])
     assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_where_somebody_else_traces_nothing_is_clear():
+    rows = run()
+    rows.add("stream", rank=0, pid=9, worker=-1, fetches=2, untraced=2, names="torch", digests=[1], origins=[1])
+    assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])

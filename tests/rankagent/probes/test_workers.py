@@ -119,7 +119,9 @@ def test_the_tracer_of_somebody_else_stays(tmp_path):
         assert sys.gettrace() is theirs
         sys.settrace(None)
 
-    assert "making" not in record(tmp_path, program)
+    rows = record(tmp_path, program)
+    assert "making" not in rows
+    assert [(r["fetches"], r["untraced"]) for r in rows["stream"]] == [(0, 0), (1, 1), (2, 2), (4, 4)]
 
 
 def streams(rows, worker, fetches, iterator=0):
