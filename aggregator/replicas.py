@@ -21,6 +21,9 @@ START, END, FINAL = 0, 1, 2  # the order of a step's sweeps
 # Of a larger tensor a sweep after an update looks at a window that moves with the step number (rankagent's
 # fingerprint); of parameters only in models that are larger as a whole.
 WINDOW_ELEMENTS, WHOLE_ELEMENTS = 2_040, 4_000_000
+# Ranks that average by themselves every few steps come together between two sweeps of which the cadence is a multiple
+# of their period, and never at one. This many pairs of neighbouring steps show a period that is no longer.
+NEIGHBOURS = 32
 
 
 class Row(NamedTuple):
@@ -36,6 +39,7 @@ class Row(NamedTuple):
     own_pace: bool  # the ranks took different numbers of steps
     own_settings: bool  # optimizers begin with settings that differ between ranks
     own_losses: bool  # every rank takes a loss of its own, and they are not one and the same
+    blinks: bool  # steps were left out, and there are few pairs of neighbouring ones among those compared
     attempt: int | None
     name: str | None
     model: int
@@ -75,6 +79,7 @@ def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = 
         _PARTED.replace("{promise}", PROMISE)
         .replace("{compared}", str(COMPARED))
         .replace("{undeclared}", str(UNDECLARED))
+        .replace("{neighbours}", str(NEIGHBOURS))
     )
     sql = sql.replace("{tensor}", catalogue).replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
     sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
@@ -206,7 +211,10 @@ census AS (
            {settings} AS own_settings,
            (SELECT coalesce(bool_or(differ), FALSE) AND count(DISTINCT rank) >= (SELECT count(DISTINCT rank) FROM known)
             FROM (SELECT rank, min(total) OVER w <> max(total) OVER w AS differ FROM loss WHERE backwards > 0
-                  WINDOW w AS (PARTITION BY attempt, step))) AS own_losses
+                  WINDOW w AS (PARTITION BY attempt, step))) AS own_losses,
+           (SELECT coalesce(max(gap) > 1 AND count(*) FILTER (gap = 1) < {neighbours}, FALSE) FROM (
+                SELECT step - lag(step) OVER (PARTITION BY attempt ORDER BY step) AS gap
+                FROM row_check WHERE sweep = 1)) AS blinks
 ),
 report AS (
     SELECT a.attempt, h.name, h.model, h.index, h.sharing, h.broadcast, h.owned, a.first // 4 AS first,

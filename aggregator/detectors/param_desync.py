@@ -37,6 +37,7 @@ SQL = replicas.parted_sql(
 NO_WRAPPER = "that these tensors are replicas is not declared: no wrapper holds them, their ranks share a process group"
 LEFT_OUT = "that these tensors are replicas is not declared: each rank may have been meant to train its own"
 KERNELS = "whether something changed them or kernels that do not repeat their results to the bit let them drift apart"
+UNSEEN_AVERAGE = "whether the ranks average by themselves between the steps that were compared"
 CUSTOM = "whether the program wrote them (averaging, loading, clipping) or something hit the rank's memory"
 
 
@@ -121,8 +122,9 @@ def _unwrapped(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstent
         check = "wrap the model in DDP, or reduce the gradients of every parameter by hand"
         for parting in undecided:
             # Some agree and some came apart: a reduction that forgot them, or experts that each rank has of its own.
-            severity: Severity = "note" if kept else "warning"
-            yield replicas.finding(replace(parting, severity=severity, cannot_conclude=(NO_WRAPPER,), next_check=check))
+            severity: Severity = "note" if kept or census.blinks else "warning"
+            unknown = (NO_WRAPPER, UNSEEN_AVERAGE) if census.blinks else (NO_WRAPPER,)
+            yield replicas.finding(replace(parting, severity=severity, cannot_conclude=unknown, next_check=check))
 
 
 def _left_out(rows: Sequence[Row]) -> Iterator[Finding | Abstention]:

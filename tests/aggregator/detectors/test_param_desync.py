@@ -150,6 +150,15 @@ def test_unwrapped_copies_that_come_together_again_average_by_themselves() -> No
     assert _found(_plain(*APART, {0: [9, 9], 1: [9, 9]}, *APART), "CLEAR", world_size=2) == []
 
 
+def test_an_average_that_falls_between_the_compared_steps_may_be_why_unwrapped_copies_differ() -> None:
+    rows = losses(catalogue(Rows(), 2, "a.weight", sharing="plain"), 2, 24)
+    for step in (8, 16, 24):
+        sweep(rows, "param", step, {0: [step], 1: [step + 50]}, "end")
+    (found,) = _found(rows, world_size=2)
+    assert (found.ranks, found.first_step, found.severity) == ((0, 1), 8, "note")
+    assert any("average by themselves" in c for c in found.cannot_conclude)
+
+
 def test_ranks_without_a_process_group_are_not_compared() -> None:
     assert _found(_plain(*APART, peers=""), "NOT_APPLICABLE", world_size=2) == []
 
