@@ -21,9 +21,6 @@ START, END, FINAL = 0, 1, 2  # the order of a step's sweeps
 # Of a larger tensor a sweep after an update looks at a window that moves with the step number (rankagent's
 # fingerprint); of parameters only in models that are larger as a whole.
 WINDOW_ELEMENTS, WHOLE_ELEMENTS = 2_040, 4_000_000
-# Ranks that average by themselves every few steps come together between two sweeps of which the cadence is a multiple
-# of their period, and never at one. This many pairs of neighbouring steps show a period that is no longer.
-NEIGHBOURS = 32
 
 
 class Row(NamedTuple):
@@ -39,7 +36,7 @@ class Row(NamedTuple):
     own_pace: bool  # the ranks took different numbers of steps
     own_settings: bool  # optimizers begin with settings that differ between ranks
     own_losses: bool  # every rank takes a loss of its own, and they are not one and the same
-    blinks: bool  # steps were left out, and there are few pairs of neighbouring ones among those compared
+    blinks: bool  # steps were left out, and no 32 in a row would show an average with a period up to that
     attempt: int | None
     name: str | None
     model: int
@@ -79,7 +76,6 @@ def parted_sql(sweeps: str, catalogued: str, fits: str = "TRUE", settled: str = 
         _PARTED.replace("{promise}", PROMISE)
         .replace("{compared}", str(COMPARED))
         .replace("{undeclared}", str(UNDECLARED))
-        .replace("{neighbours}", str(NEIGHBOURS))
     )
     sql = sql.replace("{tensor}", catalogue).replace("{sweeps}", sweeps).replace("{catalogued}", catalogued)
     sql = sql.replace("{window}", str(WINDOW_ELEMENTS)).replace("{whole}", str(whole))
@@ -103,16 +99,14 @@ known AS (
     ) WHERE {catalogued}
 ),
 ragged AS (  -- models that are not the same on all their ranks: stages, or trainings of their own, with parts alike
-    SELECT DISTINCT attempt, model FROM (
-        SELECT attempt, model FROM known WHERE joined AND sharing = 'plain' AND owned AND generation = 1
-        GROUP BY attempt, model, id HAVING count(DISTINCT rank) < any_value(peers))
+    SELECT attempt, model FROM known WHERE joined AND sharing = 'plain' AND owned AND generation = 1
+    GROUP BY attempt, model, id HAVING count(DISTINCT rank) < any_value(peers)
 ),
 held AS (
     SELECT attempt, id, any_value(name) AS name, any_value(model) AS model, min(index) AS index,
            any_value(sharing) AS sharing, any_value(broadcast) AS broadcast, bool_or(owned) AS owned
     FROM known WHERE joined AND sharing IN {compared}
-        AND (sharing <> 'plain' OR NOT EXISTS (
-            SELECT 1 FROM ragged r WHERE r.attempt = known.attempt AND r.model = known.model))
+        AND (sharing <> 'plain' OR (attempt, model) NOT IN (SELECT (attempt, model) FROM ragged))
     GROUP BY attempt, id
     HAVING min(rank) <> max(rank)
        AND (any_value(sharing) NOT IN {undeclared} OR count(DISTINCT rank) = any_value(peers))
@@ -212,7 +206,7 @@ census AS (
            (SELECT coalesce(bool_or(differ), FALSE) AND count(DISTINCT rank) >= (SELECT count(DISTINCT rank) FROM known)
             FROM (SELECT rank, min(total) OVER w <> max(total) OVER w AS differ FROM loss WHERE backwards > 0
                   WINDOW w AS (PARTITION BY attempt, step))) AS own_losses,
-           (SELECT coalesce(max(gap) > 1 AND count(*) FILTER (gap = 1) < {neighbours}, FALSE) FROM (
+           (SELECT coalesce(max(gap) > 1 AND count(*) FILTER (gap = 1) < 32, FALSE) FROM (  -- see Row
                 SELECT step - lag(step) OVER (PARTITION BY attempt ORDER BY step) AS gap
                 FROM row_check WHERE sweep = 1)) AS blinks
 ),
