@@ -26,6 +26,8 @@ REPLICAS = {
     "PARAM_DESYNC": ("OPTIM_STATE_DESYNC",),  # weight decay reads the parameters
 }
 
+OUTLIER = "GRAD_OUTLIER_RANK"
+
 # Shards drawn from different orders overlap, and what is drawn twice leaves something out.
 SHARDS = {
     "SAMPLER_SEED_MISMATCH": ("SHARD_OVERLAP", "SHARD_MISSING", "EPOCH_NOT_RESHUFFLED"),
@@ -128,6 +130,20 @@ def _replica_follows(earlier: Coded, later: Coded) -> bool:
     return at_once and _replica_key(earlier) < _replica_key(later)
 
 
+def _outlier_key(link: Coded) -> tuple[int, ...]:
+    return (link[1].attempt, link[0] == OUTLIER, link[1].first_step or 0)
+
+
+def _outlier_follows(earlier: Coded, later: Coded) -> bool:
+    """A rank whose replica came apart before its gradients stood apart: another model has other gradients."""
+    (code_a, a), (code_b, b) = earlier, later
+    if code_a == OUTLIER or code_b != OUTLIER or a.attempt != b.attempt:
+        return False
+    if a.first_step is None or b.first_step is None or a.first_step > b.first_step:
+        return False
+    return set(b.ranks) <= set(a.ranks) and SEVERITIES.index(a.severity) <= SEVERITIES.index(b.severity)
+
+
 # -------------------------------------------------------- samples that are shared out wrongly
 
 
@@ -154,6 +170,8 @@ Key = Callable[[Coded], tuple[int, ...]]
 CHAINS: tuple[tuple[frozenset[str], Follows, Key], ...] = (
     (frozenset(NONFINITE), _nonfinite_follows, _nonfinite_key),
     (frozenset({"IDENTITY_MISMATCH", "OPTIM_STATE_DESYNC"}), _machine_follows, _machine_key),
+    # before those of replicas: what is a note there still is the reason why gradients differ
+    (frozenset([*REPLICAS, "BUFFER_DESYNC", OUTLIER]), _outlier_follows, _outlier_key),
     (frozenset(REPLICAS), _replica_follows, _replica_key),
     (frozenset([*SHARDS, *(c for later in SHARDS.values() for c in later)]), _shard_follows, _shard_key),
 )

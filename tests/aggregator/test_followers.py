@@ -110,3 +110,13 @@ def test_samples_missing_where_others_are_taken_twice_follow_those() -> None:
 def test_what_was_there_before_the_mismatch_or_has_another_sampler_stays() -> None:
     assert _severities(_sampler(step=13), _passes("SHARD_OVERLAP", 1))["SHARD_OVERLAP"] == "warning"
     assert _severities(_sampler(), _passes("SHARD_OVERLAP", 1, "RandomSampler"))["SHARD_OVERLAP"] == "warning"
+
+
+def test_gradients_of_a_replica_that_has_come_apart_stand_apart_for_a_reason() -> None:
+    outlier = _f(step=9, severity="warning")
+    found = dict(followers_to_notes([("GRAD_OUTLIER_RANK", outlier), ("PARAM_DESYNC", _f(step=7, point="param_end"))]))
+    assert found["GRAD_OUTLIER_RANK"].severity == "note"
+    assert found["GRAD_OUTLIER_RANK"].summary == "follows PARAM_DESYNC at step 7: differs"
+    for other in ({"ranks": (1,)}, {"first_step": 12}, {"attempt": 1}):
+        apart = replace(_f(step=7), **other)  # type: ignore[arg-type]
+        assert _severities(("GRAD_OUTLIER_RANK", outlier), ("PARAM_DESYNC", apart))["GRAD_OUTLIER_RANK"] == "warning"
