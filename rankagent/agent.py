@@ -4,10 +4,8 @@ Events (all on the training thread, arguments in brackets):
 
     backward_begin [root]      outermost backward starts; `root` is its first tensor
     gradients_local []         last gradient accumulated, reduction in flight (watched steps only)
-    unit_gradients [pairs]     FSDP is about to reduce a unit (watched steps only): catalogue Entry, this rank's own
-                               gradient of the whole tensor, and a factor such that the mean of gradient / factor over
-                               the Entry's `shards` is what is reduced (1 unless the program set another divisor);
-                               `wire_dtype` is the type in which it is sent. May come from a thread of autograd's
+    unit_gradients [found, wire_dtype]   FSDP is about to reduce a unit (watched steps only): an OwnGradient per tensor,
+                               and the type in which it is sent. May come from a thread of autograd's
     backward_end [whole]       outermost backward is over, DDP has reduced; `whole` is False when it raised
     before_update [optimizer, number]   gradients are final; with a closure: after its first call
     step_end []                the step's last update is done; heavy passes belong here
@@ -105,7 +103,6 @@ class Agent:
         self.skipped = False
         self.odd = False  # an alarm was raised in the step in progress
         self.scale: Any = None  # loss scale tensor used in the step in progress
-        self.wire_dtype = ""  # of the unit of FSDP's whose gradients are at hand
         self.spent_ns = 0
         self._alone = False  # the job's store was lost: each rank keeps to its own costs
         self.disabled: set[str] = set()

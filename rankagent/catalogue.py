@@ -254,10 +254,12 @@ def _top_modules(torch: Any, wanted: Iterable[int], known: list[Any]) -> list[Ro
     return chosen
 
 
-def due(entries: list[Entry], step: int, everything: bool = False) -> list[Entry]:
+def due(entries: list[Entry], step: int, everything: bool = False, whole: bool = False) -> list[Entry]:
     """The entries to look at in a pass of this step: all of them up to ELEMENTS_PER_PASS elements, else the small ones
-    and a window over the others that moves with the step number alone, so that all ranks look at the same ones."""
-    sizes = [e.numel for e in entries]
+    and a window over the others that moves with the step number alone, so that all ranks look at the same ones.
+
+    `whole`: of sharded tensors all elements are looked at, not this rank's alone."""
+    sizes = [e.full_numel if whole else e.numel for e in entries]
     if everything or sum(sizes) <= ELEMENTS_PER_PASS:
         return entries
     large = [i for i, n in enumerate(sizes) if n > SMALL_ELEMENTS]

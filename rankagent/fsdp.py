@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from . import guard, torchprivate
 from .afterimport import when
 from .patch import Undo, replace, undo_all
+from .unitgradients import OwnGradient
 
 if TYPE_CHECKING:
-    from .catalogue import Entry
     from .hooks import Forward, Hooks
 
 
@@ -72,8 +72,9 @@ class Units:
             return  # what a hook of the user's makes of it is not known
         flat = grad.detach().reshape(-1)
         unit = torchprivate.fsdp1_unit_of(handle, getattr(state, "_inter_node_pg", None))
-        pairs = [(p.shard, flat[p.offset : p.offset + p.full_numel].view(p.full_shape)) for p in unit.parts]
-        self._fire(pairs, None, grad.dtype)
+        alone = not _holds(torchprivate.fsdp1_saved_shard(handle.flat_param))
+        found = [(p.shard, flat[p.offset : p.offset + p.full_numel].view(p.full_shape), alone) for p in unit.parts]
+        self._fire(found, None, grad.dtype)
 
     def before_fsdp2(self, original: Any) -> Any:
         signature = inspect.signature(original)
@@ -90,22 +91,32 @@ class Units:
         if told.get("all_reduce_hook") is not None:
             return
         grads = args[1]
-        pairs = [(p.sharded_param, g.detach()) for p, g in zip(args[0], grads, strict=True)]
-        self._fire(pairs, told.get("gradient_divide_factor"), told.get("reduce_dtype") or grads[0].dtype)
+        # hybrid forms may put the last part of the reduction off to a later backward
+        last = told.get("all_reduce_grads", True) and told.get("partial_reduce_output") is None
+        found = [(p.sharded_param, g.detach(), last and not _holds(p.sharded_param.grad))
+                 for p, g in zip(args[0], grads, strict=True)]  # fmt: skip
+        self._fire(found, told.get("gradient_divide_factor"), told.get("reduce_dtype") or grads[0].dtype)
 
-    def _fire(self, found: list[tuple[Any, Any]], divisor: float | None, dtype: Any) -> None:
+    def _fire(self, found: list[tuple[Any, Any, bool]], divisor: float | None, dtype: Any) -> None:
         """`divisor`: what the program told FSDP to divide the sum by instead of the number of ranks."""
         agent = self._hooks.agent
         agent.catalogue.refresh(in_backward=True)
-        pairs: list[tuple[Entry, Any, float]] = []
-        for shard, grad in found:
+        own: list[OwnGradient] = []
+        for shard, grad, alone in found:
             entry = agent.catalogue.entry(shard)
             if entry is not None:
                 ranks = entry.shards.count(",") + 1
-                pairs.append((entry, grad, divisor / ranks if divisor else 1.0))
-        if pairs:
-            agent.wire_dtype = str(dtype).removeprefix("torch.")
-            agent.fire("unit_gradients", pairs)
+                own.append(OwnGradient(entry, grad, divisor / ranks if divisor else 1.0, alone))
+        if own:
+            agent.fire("unit_gradients", own, str(dtype).removeprefix("torch."))
+
+
+def _holds(grad: Any) -> bool:
+    """Whether a shard's gradient holds something already. On a device its values are not waited for."""
+    if grad is None:
+        return False
+    grad = torchprivate.local_shard(grad)
+    return bool(grad.is_cuda or grad.any())
 
 
 class Forwards:

@@ -8,7 +8,7 @@ _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base
 _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _SingleProcessDataLoaderIter
 (_dataset_fetcher), torch.utils.data._utils.fetch (_MapDatasetFetcher, _IterableDatasetFetcher: fetch, dataset,
 collate_fn, auto_collation).
-Of FSDP1 FullyShardedDataParallel._handle, its flat parameter's bookkeeping and
+Of FSDP1 FullyShardedDataParallel._handle, its flat parameter's bookkeeping (_saved_grad_shard among it) and
 _runtime_utils (_reduce_grad, _reduce_grad_no_shard); of FSDP2 FSDPModule._get_fsdp_state, its parameter groups
 (fsdp_params, mesh_info) and _fsdp_param_group.foreach_reduce (2.13).
 """
@@ -213,3 +213,8 @@ def fsdp1_unit_of(handle: Any, between: Any) -> Fsdp1Unit:
             at += 1
         offset += numel
     return Fsdp1Unit(flat, parts, groups)
+
+
+def fsdp1_saved_shard(flat: Any) -> Any:
+    """The gradient of earlier backwards that a flat parameter's reduction is added to; None without one."""
+    return getattr(flat, "_saved_grad_shard", None)

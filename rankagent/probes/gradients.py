@@ -1,16 +1,18 @@
-"""Norms and sketches of every gradient before the reduction, what DDP made of it, and what the optimizer gets.
+"""Norms and sketches of every gradient before the reduction, what DDP or FSDP made of it, and what the optimizer gets.
 
 Writes    grad, delivered
 Costs     per watched step one fused norm over the local gradients; of windows of 2,040 elements a sketch before the
-          reduction, sketch and fingerprint after it, and a fingerprint before the update
-Blind to  earlier micro-steps that were reduced already are part of a local gradient; of shards only this rank's part
-          is seen, after the reduction
+          reduction, sketch and fingerprint after it, and a fingerprint before the update; under FSDP a copy of each
+          window as well, and norms of whole gradients before they are scattered
+Blind to  earlier micro-steps that were reduced already are part of a local gradient; of shards what was added to an
+          earlier reduction, and all of it where FSDP is not there or told to use a hook of the user's
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from .. import fingerprint, torchprivate
@@ -20,30 +22,32 @@ from ..gradientpass import NO_GRADIENT, UNMEASURED, EarlyGradients, Pass, doubtf
 from ..patch import Undo, replace
 from ..sketch import PIECES, DeviceSketch, sketch_cpu
 from ..tables import Column, Table
+from ..unitgradients import UnitGradients
 
 GRAD = Table("grad", (
     Column("stage", "text", "", "local: this rank's own, before any reduction; reduced: as the optimizer gets it"),
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
     Column("micro", "int32", "", "backward calls of this step before this one; reduced: all of them"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
-    Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured (the reduced stage, where the local one was)"),
+    Column("l2", "float64[]", "", "L2 norm per tensor, loss scale removed; -1 no gradient, -2 not measured (the reduced stage, where the local one was; shards that were not seen whole)"),
     Column("digest", "int64[]", "", "exact fingerprint per tensor of the reduced stage (above 2,040 elements: of the step's window); empty at the local stage"),
     Column("nonfinite", "int64[]", "", "catalogue indices of tensors that hold NaN or Inf"),
     Column("valid", "bool", "", "local stage: the values are this rank's alone, before the reduction"),
     Column("scale", "float64", "", "loss scale that was divided out of l2; 1 without a scaler"),
-    Column("synced", "int32", "", "local stage: 1 a DDP module reduces in this backward, 0 each was told not to (no_sync), -1 none ran its forward for it"),
+    Column("synced", "int32", "", "local stage: 1 DDP or FSDP reduces in this backward, 0 each was told not to (no_sync), -1 none ran its forward for it"),
     Column("sketch", "float32[]", "", "two signed sums per tensor over the step's window, loss scale included; 0 no gradient, NaN not taken; empty: none (reduced stage, where DDP delivered)"),
     Column("window_l2", "float32[]", "", "L2 norm over that window, loss scale included, where gradients or the wire are narrower than 32 bits; else empty"),
-), "one row per watched step and stage; of the local stage one per backward")  # fmt: skip
+), "one row per watched step and stage; of the local stage one per backward, and one more for what FSDP reduces in it")  # fmt: skip
 
 DELIVERED = Table("delivered", (
     Column("generation", "int32", "", "tensor catalogue that the tensors refer to"),
     Column("micro", "int32", "", "backward calls of this step before this one: that of the local row of grad it belongs to"),
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
-    Column("digest", "int64[]", "", "exact fingerprint per tensor (above 2,040 elements: of the step's window); 0 no gradient"),
+    Column("digest", "int64[]", "", "exact fingerprint per tensor (above 2,040 elements: of the step's window); 0 no gradient; empty for shards"),
     Column("sketch", "float32[]", "", "two signed sums per tensor over the step's window, loss scale included; 0 no gradient, NaN not taken"),
-    Column("reduction", "text", "", "who reduced: mean: DDP by itself; else the names of the communication hooks"),
-), "what DDP left in the gradients when a backward ended, before the program touched them; one row per watched backward that reduces")  # fmt: skip
+    Column("reduction", "text", "", "who reduced: mean: DDP or FSDP by itself; else the names of the communication hooks, or gradient_divide_factor"),
+    Column("wire", "text", "", "types in which FSDP sent the gradients, comma separated; empty for DDP"),
+), "what DDP or FSDP left in the gradients when a backward ended, before the program touched them; of shards the part of a window that lies in them. One row per watched backward that reduces, for either")  # fmt: skip
 
 TABLES = (GRAD, DELIVERED)
 MEAN = "mean"
@@ -54,7 +58,7 @@ def install(emit: Emit) -> Undo:
     on_device, sketches = fingerprint.DeviceSweep(), DeviceSketch()
     local_step = [0]  # last step whose local gradients were seen as this rank's alone
     armed: dict[int, bool] = {}  # DDP module -> whether it reduces in the coming backward
-    early = EarlyGradients(emit)
+    early, units = EarlyGradients(emit), UnitGradients(emit)
     last: list[Pass] = []  # the local pass of the backward in progress
     delivered_step = [0]  # step in which DDP has delivered after the last backward
     builtin: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
@@ -72,16 +76,36 @@ def install(emit: Emit) -> Undo:
         agent.catalogue.refresh(in_backward=True)
         if not agent.catalogue.params:
             return
-        entries = due(agent.catalogue.params, agent.window.step)
-        here = choose(entries, early.taken, [e.sharing != "sharded" for e in entries])
+        entries = agent.catalogue.params
+        if any(e.sharing == "sharded" for e in entries):  # those are taken unit by unit
+            entries = [e for e in entries if e.sharing != "sharded"]
+            if not entries:
+                return
+        entries = due(entries, agent.window.step)
+        here = choose(entries, early.taken, [True] * len(entries))
         valid = not any(e.ddp in early.unseen for e in entries)
         if valid:
             local_step[0] = agent.window.step
         synced = max(armed.values(), default=-1)
-        measure("local", here, valid, True, int(synced))
+        narrow = any(p.element_size() < 4 for p in here.parts) or hooked()
+        measure("local", here, valid, True, int(synced), early.taken, narrow)
         last[:] = [here]
 
+    def sharded() -> None:
+        """The backward is over: what was taken of FSDP's units before they were reduced, and what they became."""
+        own = units.own()
+        if own is None:
+            return
+        measure("local", own, True, True, 1, units.taken, units.narrow, units.nonfinite())
+        there = units.delivered()
+        if there.chosen:
+            by = "gradient_divide_factor" if units.own_divisor else MEAN
+            deliver(there, by, ",".join(sorted(units.wires)))
+
     def backward_end(whole: bool) -> None:
+        if whole:
+            sharded()
+        units.forget()
         early.forget()
         reducing = {number for number, on in armed.items() if on}
         armed.clear()
@@ -94,7 +118,7 @@ def install(emit: Emit) -> Undo:
         if here.chosen:
             delivered_step[0] = agent.window.step
             names = {n for i, d, _ in agent.catalogue.ddps() if i in reducing for n in hooks_of(d) or [MEAN]}
-            deliver(here, ",".join(sorted(names)))
+            deliver(here, ",".join(sorted(names)), "")
 
     def reduced(optimizer: Any, number: int) -> None:
         if not agent.watching:
@@ -108,7 +132,7 @@ def install(emit: Emit) -> Undo:
             if len(held) == len(agent.catalogue.params):
                 held = agent.catalogue.params
             held = due(held, agent.window.step)
-            measure("reduced", choose(held, {}, [True] * len(held)), True, normed, -1)
+            measure("reduced", choose(held, {}, [True] * len(held)), True, normed, -1, {}, False)
 
     def choose(entries: list[Entry], taken: dict[int, Any], wanted: list[bool], like: Pass | None = None) -> Pass:
         """The dense floating-point gradients of these entries, and this step's window of each."""
@@ -149,18 +173,22 @@ def install(emit: Emit) -> Undo:
             here.places.append((entry.index, 0, part.numel()))
         return here
 
-    def measure(stage: str, here: Pass, valid: bool, normed: bool, synced: int) -> None:
-        """Start what has to be computed; the row is written when the values are on the host."""
+    def measure(stage: str, here: Pass, valid: bool, normed: bool, synced: int, taken: dict[int, Any], narrow: bool,
+                known_odd: Sequence[int] = ()) -> None:  # fmt: skip
+        """Start what has to be computed; the row is written when the values are on the host.
+
+        `taken`: what is known already of some; `narrow`: windows' norms are wanted; `known_odd`: tensors that hold
+        something not finite beside those whose norms say so.
+        """
         exact = stage == "reduced"
         covered = delivered_step[0] == here.step and all(e.sharing == "ddp" for e in here.entries)
         sketched = stage == "local" or not covered
-        narrow = stage == "local" and (any(p.element_size() < 4 for p in here.parts) or hooked())
-        scale, taken = agent.scale, early.taken if stage == "local" else {}
+        scale = agent.scale
         head = (agent.catalogue.generation, agent.backwards, valid)
         if not here.chosen:
             empty = here.spread([], 0)
             emit(GRAD, (*head, 1.0, synced),
-                 (stage, here.indices, here.l2, empty if exact else [], [], here.spread([], 0.0, PIECES), []))  # fmt: skip
+                 (stage, here.indices, here.l2, empty if exact else [], known_odd, here.spread([], 0.0, PIECES), []))  # fmt: skip
             return
         on_host = here.on_host
         digests: list[int] = []
@@ -192,7 +220,7 @@ def install(emit: Emit) -> Undo:
                 squares = roots(values.pop(0)) if sketched and narrow else []
             # the reduced stage may be seen before or after unscaling: its values are reported as they are
             divisor = factor if stage == "local" and factor else 1.0
-            odd = []
+            odd = list(known_odd)
             for k, norm in enumerate(norms):
                 here.l2[here.chosen[k]] = norm / divisor
                 if not math.isfinite(norm) and (not on_host or doubtful(here, k, taken)):
@@ -208,19 +236,24 @@ def install(emit: Emit) -> Undo:
             here.forget()
         agent.landing.land(wanted, landed)
 
-    def deliver(here: Pass, by: str) -> None:
+    def deliver(here: Pass, by: str, wire: str) -> None:
+        """`wire` of shards alone: no two ranks need hold the same part, so that fingerprints would say nothing."""
         head = (agent.catalogue.generation, agent.backwards)
         together = fingerprint.runs(here.parts)
 
         def landed(values: list[Any]) -> None:
-            emit(DELIVERED, head, (here.indices, here.spread(values[0], 0), here.spread(values[1], 0.0, PIECES), by),
-                 step=here.step)  # fmt: skip
+            digests = [] if wire else here.spread(values.pop(0), 0)
+            emit(
+                DELIVERED, head, (here.indices, digests, here.spread(values[0], 0.0, PIECES), by, wire), step=here.step
+            )
 
         if here.on_host:
-            landed([fingerprint.digests_of_runs(here.parts, together), sketch_cpu(together, here.places, False)[0]])
+            exact = [] if wire else [fingerprint.digests_of_runs(here.parts, together)]
+            landed([*exact, sketch_cpu(together, here.places, False)[0]])
         else:
             device = here.parts[0].device
-            wanted = [on_device.digests(here.parts, None), *sketches.sketch(together, here.places, False, device)]
+            wanted = [] if wire else [on_device.digests(here.parts, None)]
+            wanted += sketches.sketch(together, here.places, False, device)
             here.forget()
             agent.landing.land(wanted, landed)
 
@@ -244,6 +277,7 @@ def install(emit: Emit) -> Undo:
     emit.on("forward_begin", forward_begin)
     emit.on("backward_begin", backward_begin)
     emit.on("gradients_local", local)
+    emit.on("unit_gradients", units.take)
     emit.on("backward_end", backward_end)
     emit.on("before_update", reduced)
 
@@ -254,6 +288,7 @@ def install(emit: Emit) -> Undo:
     def undo() -> None:
         put_back()
         early.forget()
+        units.forget()
         on_device.clear()
         sketches.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from kit.agent import Rows, read, running
+from tdbg.rankagent import fingerprint
+from tdbg.rankagent.sketch import sketch_cpu
 
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("FSDP2 of torch before 2.6 runs on CUDA only", allow_module_level=True)
@@ -70,8 +73,8 @@ def train(folder: Path, way: str, steps: int = 2) -> tuple[Rows, list[Any]]:
     seen: list[Any] = []
     with running(folder) as agent:
 
-        def unit(pairs: Any) -> None:
-            seen.extend((e.name, g.clone(), factor) for e, g, factor in pairs)
+        def unit(found: Any, wire_dtype: str) -> None:
+            seen.extend((o.entry.name, o.grad.clone(), o.factor) for o in found)
 
         agent.subscribe("test", "unit_gradients", unit)
         torch.manual_seed(0)
@@ -143,3 +146,130 @@ def test_torch_is_as_it_was_when_the_agent_leaves(tmp_path: Path) -> None:
     with running(tmp_path):
         assert not any(a is b for a, b in zip(names(), before, strict=True))
     assert names() == before
+
+
+def rows_of(rows: Rows, table: str, name: str, **where: Any) -> list[Any]:
+    """One tensor's values in every row of a table: its norm, its sketch."""
+    index = next(r["index"] for r in rows["tensor"] if r["name"] == name)
+    found = []
+    for row in rows[table]:
+        if all(row[k] == v for k, v in where.items()):
+            at = row["tensors"].index(index) if row["tensors"] else index
+            found.append(((row["l2"] if "l2" in row else [-1.0] * (at + 1))[at], row["sketch"][2 * at : 2 * at + 2]))
+    return found
+
+
+def sketched(grad: torch.Tensor, index: int) -> list[float]:
+    flat = grad.reshape(-1)
+    return sketch_cpu(fingerprint.runs([flat]), [(index, 0, flat.numel())], False)[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_hold_the_own_gradient_s_norm_and_sketch_and_what_was_left_of_it(
+    way: str, tmp_path: Path, group: None
+) -> None:
+    rows, _ = train(tmp_path, way, steps=3)
+    local = [r for r in rows["grad"] if r["stage"] == "local"]
+    assert [(r["step"], r["micro"], r["valid"], r["synced"], r["tensors"]) for r in local] == [
+        (step, 0, True, 1, []) for step in (1, 2, 3)
+    ]
+    assert [(r["step"], r["reduction"], r["wire"], r["digest"]) for r in rows["delivered"]] == [
+        (step, "mean", "float32", []) for step in (1, 2, 3)
+    ]
+    alone = own_gradients()
+    if "first.weight" in {r["name"] for r in rows["tensor"]}:
+        expected = alone
+    else:
+        expected = {"_flat_param": torch.cat([g.flatten() for n, g in alone.items() if n.startswith("last")])}
+    for name, grad in expected.items():
+        index = next(r["index"] for r in rows["tensor"] if r["name"] == name)
+        norm, numbers = rows_of(rows, "grad", name, stage="local", step=1)[0]
+        assert norm == pytest.approx(grad.norm().item(), rel=1e-6)
+        assert numbers == pytest.approx(sketched(grad, index), rel=1e-6)
+        assert rows_of(rows, "delivered", name, step=1)[0][1] == numbers
+
+
+def accumulated(folder: Path, way: str, unsynced: bool) -> Rows:
+    """Two steps of two micro-batches each."""
+    with running(folder):
+        torch.manual_seed(0)
+        model: Any = WAYS[way](Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for micro in range(2):
+                later = unsynced and micro == 0
+                if way == "fsdp2":
+                    model.set_requires_gradient_sync(not later)
+                with model.no_sync() if later and way != "fsdp2" else nullcontext():
+                    model(torch.ones(3, 4) + micro).sum().backward()
+            optimizer.step()
+    return read(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["fsdp2", "fsdp1", "fsdp1-names"])
+def test_micro_batches_that_are_held_back_are_reduced_as_one(way: str, tmp_path: Path, group: None) -> None:
+    rows = accumulated(tmp_path, way, unsynced=True)
+    for table in ("grad", "delivered"):
+        held = [r for r in rows[table] if r.get("stage", "local") == "local"]
+        assert [(r["step"], r["micro"]) for r in held] == [(1, 1), (2, 1)]
+    name = rows["tensor"][0]["name"]
+    own, made = rows_of(rows, "grad", name, stage="local"), rows_of(rows, "delivered", name)
+    assert [n for _, n in own] == [n for _, n in made]
+
+
+def test_what_is_added_to_an_earlier_reduction_is_not_taken_for_its_own(tmp_path: Path, group: None) -> None:
+    rows = accumulated(tmp_path, "fsdp2", unsynced=False)
+    local = [r for r in rows["grad"] if r["stage"] == "local"]
+    assert [(r["step"], r["micro"]) for r in local] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [(r["step"], r["micro"]) for r in rows["delivered"]] == [(1, 0), (2, 0)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp_without_shards_accumulates_as_ddp_does(tmp_path: Path, group: None) -> None:
+    rows = accumulated(tmp_path, "fsdp1-names", unsynced=False)  # of one rank it makes no shards
+    own, made = rows_of(rows, "grad", "first.weight", stage="local"), rows_of(rows, "delivered", "first.weight")
+    assert len(own) == 4
+    assert [n for _, n in own] == [n for _, n in made]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["fsdp2", "fsdp1-names"])
+def test_a_gradient_that_is_not_finite_is_the_own_one_s(way: str, tmp_path: Path, group: None) -> None:
+    with running(tmp_path):
+        model = WAYS[way](Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (model(torch.ones(3, 4)).sum() * torch.tensor(float("inf"))).backward()
+        optimizer.step()
+    rows = read(tmp_path)
+    (local,) = (r for r in rows["grad"] if r["stage"] == "local")
+    names = {r["index"]: r["name"] for r in rows["tensor"]}
+    assert "last.weight" in {names[i] for i in local["nonfinite"]}
+
+
+def test_windows_norms_are_told_where_the_wire_is_narrow(tmp_path: Path, group: None) -> None:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with running(tmp_path):
+        model = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    rows = read(tmp_path)
+    (local,) = (r for r in rows["grad"] if r["stage"] == "local")
+    assert local["window_l2"] == pytest.approx(local["l2"], rel=1e-2)
+    assert [r["wire"] for r in rows["delivered"]] == ["bfloat16"]
+
+
+def test_a_divisor_of_the_program_s_is_told(tmp_path: Path, group: None) -> None:
+    with running(tmp_path):
+        model: Any = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))
+        model.set_gradient_divide_factor(4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    rows = read(tmp_path)
+    assert [r["reduction"] for r in rows["delivered"]] == ["gradient_divide_factor"]
+    own, made = rows_of(rows, "grad", "first.weight", stage="local"), rows_of(rows, "delivered", "first.weight")
+    assert made[0][1] == pytest.approx([n / 4 for n in own[0][1]])
