@@ -2,7 +2,7 @@
 
 Reads     grad (stage local), tensor, input, loss, param
 Says      the rank, the first step, whether all its gradients or which tensor, how far, and whether its loss is odd too
-Unknown   fewer than 3 ranks: two that differ have no majority; fewer than 20 checked steps before; shards
+Unknown   fewer than 3 ranks: two that differ have no majority; fewer than 20 checked steps before; shards of no FSDP
 Blind to  a rank that is odd from the start; differences that lie within twice what its peers' varied by before; in
           runs of more than 300,000 norms single tensors; steps between two passes
 """
@@ -39,8 +39,8 @@ joint AS (
     SELECT c.family, t.attempt FROM tensor t
     JOIN catalogue c USING (rank, attempt, pid, generation) WHERE t.kind = 'param'
     GROUP BY c.family, t.attempt
-    HAVING NOT bool_or(t.sharing = 'sharded')
-       AND (bool_or(t.sharing IN ('ddp', 'hook')) OR t.attempt IN (SELECT attempt FROM ({TIED})))
+    HAVING NOT bool_or(t.sharing = 'sharded' AND t.shards = '')
+       AND (bool_or(t.sharing IN ('ddp', 'hook', 'sharded')) OR t.attempt IN (SELECT attempt FROM ({TIED})))
 ),
 named AS (
     SELECT c.family, t.attempt, t.rank, list(t.name ORDER BY t.index) AS names FROM tensor t

@@ -2,7 +2,8 @@
 
 Reads     grad, tensor, loss, step, param (whether any update used it)
 Says      the ranks whose own gradient it was, the step, the tensor nearest to the loss, whether the loss had it already
-Unknown   own gradients that were not seen (views of the buckets, shards): then the step is known, the rank is not
+Unknown   own gradients that were not seen (views of the buckets, shards of no FSDP): then the step is known, not the
+          rank
 Blind to  steps between two sweeps; steps that a loss scaler skipped
 """
 
@@ -37,7 +38,7 @@ bad AS (
 here AS (
     SELECT g.*, b.last, row_number() OVER (
                PARTITION BY g.rank, g.attempt, g.stage ORDER BY len(g.nonfinite) > 0 DESC, g.seq) AS nth,
-           count(*) FILTER (len(g.nonfinite) > 0) OVER (PARTITION BY g.rank, g.attempt, g.stage) AS times
+           count(DISTINCT g.micro) FILTER (len(g.nonfinite) > 0) OVER (PARTITION BY g.rank, g.attempt, g.stage) AS times
     FROM grad g JOIN bad b ON b.attempt = g.attempt AND b.step = g.step
 ),
 named AS (

@@ -3,7 +3,8 @@
 Reads     grad (stages local and reduced), delivered, tensor, clip
 Says      which rank's part is missing or counted otherwise, else which tensors are off, from which step on; a sum or
           another divisor in place of the mean
-Unknown   own gradients of some replica not seen; reductions of the program's own that no common factor describes
+Unknown   own gradients of some replica not seen; reductions of the program's own that no common factor describes;
+          shards that are not one piece of their tensor, or were added to an earlier reduction
 Blind to  steps between two passes; elements outside the step's windows; faults below the rounding of the wire's dtype
 """
 
@@ -37,9 +38,9 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     if run.world_size < 2:
         yield Abstention("NOT_APPLICABLE", "a single rank reduces nothing")
         return
-    together: dict[tuple[int, int, bool, str], list[Row]] = defaultdict(list)
+    together: dict[tuple[int, int, bool, bool, str], list[Row]] = defaultdict(list)
     for row in rows:
-        together[row.attempt, row.family, row.delivered, row.reduction].append(row)
+        together[row.attempt, row.family, row.delivered, row.sharded, row.reduction].append(row)
     for several in together.values():
         yield from _declared(several) if several[0].declared else _by_law(several)
     if not rows:
@@ -49,7 +50,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 
 
 def _declared(rows: Sequence[Row]) -> Iterator[Finding | Abstention]:
-    """DDP promises the mean: every step counts."""
+    """DDP and FSDP promise the mean: every step counts."""
     off = [r for r in rows if r.off]
     if not off:
         return
@@ -173,7 +174,7 @@ def _finding(rows: Sequence[Row], off: Sequence[Row], cause: Cause, severity: Se
     first = off[0]
     good = [r.step for r in rows if r.step < first.step]
     ranks = cause.ranks or tuple(sorted(set(first.part_ranks or ())))
-    made = "DDP's reduced gradient" if first.declared else (
+    made = f"{'FSDP' if first.sharded else 'DDP'}'s reduced gradient" if first.declared else (
         f"the gradient reduced by {first.reduction}" if first.reduction else "the reduced gradient")  # fmt: skip
     count = len(cause.tensors)
     of = f"of {cause.tensors[0]}" + (f" and {counted(count - 1, 'more tensor')}" if count > 1 else "")
@@ -187,7 +188,7 @@ def _finding(rows: Sequence[Row], off: Sequence[Row], cause: Cause, severity: Se
     else:
         what = "is not the mean of the ranks' own"
     unknown = () if cause.ranks else ("which rank or link is at fault: no single part accounts for the difference",)
-    check = f"what does {listed(cause.ranks)} hand to the all-reduce?" if cause.ranks else \
+    check = f"what does {listed(cause.ranks)} hand to the reduction?" if cause.ranks else \
         "does it come back? a bad link or device does; then take nodes out one by one"  # fmt: skip
     expected = f"{1 / first.peers:.6g} of each rank" if first.declared else "one factor for every rank"
     shown = f"{cause.factor:.6g}, without {listed(cause.ranks)}" if cause.kind == "missing" else (
@@ -195,10 +196,11 @@ def _finding(rows: Sequence[Row], off: Sequence[Row], cause: Cause, severity: Se
         f"{cause.factor:.6g}" if cause.kind == "factor" else "no account fits")  # fmt: skip
     evidence = [Evidence(r, first.step, f"part in the reduced gradient {of}", shown, expected)
                 for r in (cause.ranks or (None,))]  # fmt: skip
+    alike = "put together from all shards" if first.sharded else "the same on all ranks"
     return Finding(
         ranks=ranks, first_step=first.step, last_good_step=max(good, default=None), last_step=off[-1].step,
         attempt=first.attempt, subject=cause.tensors[0] if cause.tensors else "", severity=severity,
-        summary=f"{made} {of}, the same on all ranks, {what} at step {first.step}; {times}",
+        summary=f"{made} {of}, {alike}, {what} at step {first.step}; {times}",
         evidence=tuple(evidence), cannot_conclude=unknown + interval(max(good, default=None), first.step),
         next_check=check,
     )  # fmt: skip

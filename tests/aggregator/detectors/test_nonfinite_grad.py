@@ -66,7 +66,8 @@ def test_a_rank_whose_own_gradient_was_not_seen_is_said() -> None:
 def test_the_first_micro_step_tells_the_origin_when_every_backward_reduces() -> None:
     rows = _rows({0: [2], 1: [2], 2: [2]}, [2])
     rows.connection.execute("UPDATE step SET backwards = 2")
-    rows.add("grad", rank=1, step=2, generation=1, l2=[1.0] * 3, stage="local", nonfinite=[2], valid=True, scale=1.0)
+    rows.add("grad", rank=1, step=2, generation=1, l2=[1.0] * 3, stage="local", nonfinite=[2], valid=True, scale=1.0,
+             micro=1)  # fmt: skip
     assert [f.ranks for f in _found(rows)] == [(1,)]
 
 

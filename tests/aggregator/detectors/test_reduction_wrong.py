@@ -175,3 +175,77 @@ def test_own_gradients_that_may_be_reduced_already_are_not_judged() -> None:
     rows = _run(_without({2}, 1))
     rows.connection.execute("UPDATE grad SET valid = FALSE WHERE stage = 'local'")
     assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+# -------------------------------------------------------- shards of FSDP's
+
+
+def _sharded(weight: Weights, ranks: int = 4, replicas: int = 1, steps: int = 8, wire: str = "float32",
+             error: float = 0.0, reduction: str = "mean") -> Rows:  # fmt: skip
+    """Each rank holds a part of every tensor; with `replicas` the parts are held that many times."""
+    everyone, apart = ",".join(map(str, range(ranks))), ranks // replicas
+    rows = Rows()
+    for rank in range(ranks):
+        same = [r for r in range(ranks) if r % apart == rank % apart]
+        for index, name in enumerate(NAMES):
+            rows.add("tensor", rank=rank, generation=1, index=index, kind="param", name=name, model_type="Net",
+                     shape="8", dtype="float32", numel=8 // apart, full_numel=8, sharing="sharded", shards=everyone,
+                     peers=",".join(map(str, same)) if replicas > 1 else "", mesh=everyone)  # fmt: skip
+    for step in range(1, steps + 1):
+        drawn = [random.Random(100 * r + step) for r in range(ranks)]
+        parts = [[d.gauss(0, 1) for _ in range(2 * len(NAMES))] for d in drawn]
+        noise = random.Random(step)
+        made = [sum(weight(r, step, NAMES[m // 2]) * parts[r][m] for r in range(ranks)) + noise.gauss(0, error)
+                for m in range(2 * len(NAMES))]  # fmt: skip
+        for rank in range(ranks):
+            rows.add("step", rank=rank, step=step, optimizers=1, backwards=1)
+            rows.add("grad", rank=rank, step=step, stage="local", generation=1, valid=True, scale=1.0, synced=1,
+                     l2=[2.0] * len(NAMES), sketch=parts[rank])  # fmt: skip
+            part = rank % apart
+            held = [x / 2 if part == 0 else x / 2 / (apart - 1) for x in made] if apart > 1 else made
+            rows.add("delivered", rank=rank, step=step, generation=1, sketch=held, reduction=reduction, wire=wire)
+    return rows
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_shards_put_together_are_the_mean(replicas: int) -> None:
+    assert _found(_sharded(_mean, replicas=replicas), "CLEAR") == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_part_that_is_missing_from_all_shards_names_the_rank(replicas: int) -> None:
+    (found,) = _found(_sharded(_without({2}, 5), replicas=replicas))
+    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((2,), 5, 4, "critical")
+    assert "FSDP" in found.summary
+
+
+@pytest.mark.parametrize(("wire", "error"), [("bfloat16", 4e-3), ("float16", 5e-4)])
+def test_the_rounding_of_the_wire_of_shards_is_no_defect(wire: str, error: float) -> None:
+    assert _found(_sharded(_mean, wire=wire, error=error), "CLEAR") == []
+
+
+def test_a_divisor_of_the_program_s_own_is_no_defect_of_shards() -> None:
+    (found,) = _found(_sharded(lambda r, step, t: 1.0, reduction="gradient_divide_factor"))
+    assert found.severity == "note"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM delivered WHERE rank = 1",
+        "UPDATE delivered SET sketch = list_transform(sketch, lambda x: CAST('nan' AS FLOAT)) WHERE rank = 1",
+        "UPDATE tensor SET shards = ''",
+        "UPDATE delivered SET wire = 'bfloat16' WHERE rank = 1",
+        "DELETE FROM grad WHERE rank = 1",
+    ],
+)
+def test_shards_of_which_something_is_not_known_are_not_judged(change: str) -> None:
+    rows = _sharded(_without({2}, 1))
+    rows.connection.execute(change)
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_replicas_of_a_shard_that_differ_are_another_rule_s_matter() -> None:
+    rows = _sharded(_without({2}, 1), replicas=2)
+    rows.connection.execute("UPDATE delivered SET sketch = list_transform(sketch, lambda x: x + rank)")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
