@@ -5,7 +5,8 @@ taken off as the median over ranks, what is a rank's own (its share of the data)
 What stands out lies farther off than any rank's did in the window before it, twice as far in the middle or where it is
 a single step, and by a least factor. How often chance does that is not taken from a distribution, but from the order of
 exchangeable values: k steps in a row beyond all of the n before them have probability 1 / C(n + k, k), and of single
-ones the share that falls on one of R ranks is binomial with 1 / R.
+ones the share that falls on one of R ranks is binomial with 1 / R. Few single ones are enough where they are gross
+(see excess).
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any, Literal
 
 import numpy
 
+from .excess import gross
+
+NOTHING = 1e-45  # the smallest number of single precision stands for none in a logarithm
+FIRST = 5  # steps from which a rank's usual place is taken, at least
 BEFORE = 20  # steps before that a value is held against, at least; LEAST of them with a value
 LEAST = 15
 WINDOW = 100  # and at most: training changes
@@ -31,7 +36,7 @@ FEWEST = 3  # events of one rank, at least
 class Apart:
     """A rank that stands apart in one series at the positions `steps`, `factors` times its usual value."""
 
-    kind: Literal["lasting", "repeated"]
+    kind: Literal["lasting", "repeated", "gross"]
     rank: int
     series: int
     first: int
@@ -42,45 +47,65 @@ class Apart:
 
 
 def apart(x: Any, alpha: float) -> Iterator[Apart]:
-    """Ranks that stand apart, with the chance of a false one at most `alpha` for each of the two kinds."""
+    """Ranks that stand apart, each once, with the chance of a false one at most `alpha` for each of the three kinds."""
     ranks, steps, series = x.shape
     if ranks < 3 or steps <= BEFORE:
         return
     x = numpy.where(numpy.isfinite(x).sum(0) >= 3, x, numpy.nan)  # two that differ have no majority
     tests = float(ranks * steps * series)
     held = x.copy()  # without what was found to be odd
+    places = numpy.ascontiguousarray(_beside(held).transpose(0, 2, 1))  # the same beside the peers; steps last to sort
+    off = numpy.full((steps, ranks, series), numpy.nan)  # from each rank's usual place, as far as known by then
+    plain = numpy.zeros((steps, ranks, series), bool)  # with a deviation, none found to be odd
+    farthest = numpy.zeros((steps, series))  # plain deviation of any rank
+    until = numpy.zeros((ranks, series), int)  # where a lasting difference ends
     lasting: dict[int, list[Apart]] = {}
     events: list[tuple[int, int, int, float]] = []  # position, rank, series, deviation
-    for at in range(BEFORE, steps):
-        past = held[:, max(0, at - WINDOW) : at]
-        seen = numpy.isfinite(past).sum(1)
-        level = median(_beside(past), 1)  # of each rank beside the others
-        with numpy.errstate(all="ignore"):
-            reach = numpy.nanmax(numpy.abs(_beside(past - level[:, None])), axis=(0, 1), initial=0.0)
-            off = _beside(x[:, at] - level)
-            beyond = (numpy.abs(off) > numpy.maximum(FURTHER * reach, LASTING)) & (seen >= LEAST)
-        beyond &= numpy.isfinite(held[:, at])
-        for r, k in zip(*(i.tolist() for i in numpy.nonzero(beyond)), strict=True):
-            sign, before, least = float(numpy.sign(off[r, k])), int(seen[r, k]), float(reach[k])
-            ahead = sign * _beside(x[:, at:, k] - level[:, None, k])[r]
-            run = _run(ahead, least)
-            known = numpy.nonzero(numpy.isfinite(ahead[:run]))[0]
-            needed = _needed(before, tests, alpha)
-            # its beginning decides: a slow drift leaves every window behind in the end
-            jump = float(numpy.median(ahead[known[:needed]]))
-            if len(known) >= needed and jump > max(FURTHER * least, LASTING):
-                factors = tuple(numpy.exp(sign * ahead[known]).tolist())
-                places = tuple((at + known).tolist())
-                chance = tests / math.comb(before + len(known), before)
-                lasting.setdefault(r, []).append(Apart("lasting", r, k, at, places[-1], places, factors, chance))
+    for at in range(FIRST, steps):
+        window = slice(max(0, at - WINDOW), at)
+        level = median(places[:, :, window], 2)
+        off[at] = _beside(x[:, at] - level)
+        plain[at] = numpy.isfinite(off[at]) & (until <= at)
+        if at >= BEFORE:
+            seen, reach = plain[window].sum(0), farthest[window].max(0)
+            with numpy.errstate(all="ignore"):
+                beyond = numpy.abs(off[at]) > numpy.maximum(FURTHER * reach, LASTING)
+            for r, k in zip(*(i.tolist() for i in numpy.nonzero(beyond & plain[at] & (seen >= LEAST))), strict=True):
+                sign, before, least = float(numpy.sign(off[at, r, k])), int(seen[r, k]), float(reach[k])
+                ahead = sign * _beside(x[:, at:, k] - level[:, None, k])[r]
+                run = _run(ahead, least)
+                known = numpy.nonzero(numpy.isfinite(ahead[:run]))[0]
+                needed = _needed(before, tests, alpha)
+                # its beginning decides: a slow drift leaves every window behind in the end
+                jump = float(numpy.median(ahead[known[:needed]]))
+                if len(known) >= needed and jump > max(FURTHER * least, LASTING):
+                    factors = tuple(numpy.exp(sign * ahead[known]).tolist())
+                    where = tuple((at + known).tolist())
+                    chance = tests / math.comb(before + len(known), before)
+                    lasting.setdefault(r, []).append(Apart("lasting", r, k, at, where[-1], where, factors, chance))
+                    until[r, k] = at + run
+                elif abs(off[at, r, k]) > max(FURTHER * least, ONCE):
+                    events.append((at, r, k, float(off[at, r, k])))
+                    run = 1
+                else:
+                    continue
+                plain[at, r, k] = False
                 held[r, at : at + run, k] = numpy.nan
-            elif abs(off[r, k]) > max(FURTHER * least, ONCE):
-                events.append((at, r, k, float(off[r, k])))
-                held[r, at, k] = numpy.nan
+                places[:, k, at : at + run] = _beside(held[:, at : at + run, k])
+        farthest[at] = numpy.max(numpy.abs(off[at]), axis=0, where=plain[at], initial=0.0)
+    found: dict[int, Apart] = {}
     for several in lasting.values():
         soon = min(a.first for a in several) + SOON
-        yield min((a for a in several if a.first <= soon), key=lambda a: a.series)
-    yield from _repeated([e for e in events if e[1] not in lasting], ranks, alpha)
+        one = min((a for a in several if a.first <= soon), key=lambda a: a.series)
+        found[one.rank] = one
+    off = off.transpose(1, 0, 2)
+    for far in gross(x, off, math.log(NOTHING), alpha):
+        r, k, first = far.rank, far.series, far.steps[0]
+        if r not in found or first < found[r].first:
+            factors = tuple(numpy.exp(off[r, list(far.steps), k]).tolist())
+            found[r] = Apart("gross", r, k, first, far.steps[-1], far.steps, factors, far.chance)
+    yield from found.values()
+    yield from _repeated([e for e in events if e[1] not in found], ranks, alpha)
 
 
 def _beside(x: Any) -> Any:
@@ -126,6 +151,9 @@ def median(x: Any, axis: int) -> Any:
     """Median without NaN; NaN where there is nothing else. Sorts, as nanmedian warns of empty slices."""
     ordered = numpy.sort(x, axis=axis)  # NaN last
     count = numpy.isfinite(x).sum(axis)
+    if (count == x.shape[axis]).all():  # nothing to be left out
+        low, high = ((x.shape[axis] - 1) // 2, x.shape[axis] // 2)
+        return (ordered.take(low, axis) + ordered.take(high, axis)) / 2
     low = numpy.maximum(count - 1, 0) // 2
     high = count // 2
     at = [numpy.expand_dims(numpy.minimum(i, x.shape[axis] - 1), axis) for i in (low, high)]

@@ -1,10 +1,10 @@
-"""One rank's own gradients keep standing apart from its peers': for good, or far off again and again.
+"""One rank's own gradients keep standing apart from its peers': for good, far off again and again, or grossly.
 
 Reads     grad (stage local), tensor, input, loss, param
 Says      the rank, the first step, whether all its gradients or which tensor, how far, and whether its loss is odd too
 Unknown   fewer than 3 ranks: two that differ have no majority; fewer than 20 checked steps before; shards of no FSDP
 Blind to  a rank that is odd from the start; differences that lie within twice what its peers' varied by before; in
-          runs of more than 300,000 norms single tensors; steps between two passes
+          runs of more than 2 million norms single tensors; norms that overflow half precision; steps between two passes
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
 from ..groups import interval, listed, unheard
-from ..outliers import BEFORE, Apart, apart, median
+from ..outliers import BEFORE, NOTHING, Apart, apart, median
 from ..reductions import CATALOGUE
 from ..tied import TIED
 from ..wording import counted
@@ -26,11 +26,12 @@ from ..wording import counted
 CODE = "GRAD_OUTLIER_RANK"
 NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {
-    "most_norms": 300_000,  # of single tensors that are judged: 10.6 s for 2 million, 200 ranks by 100 steps by 100
+    "most_norms": 2_000_000,  # of single tensors that are judged: 2.1 s for 200 ranks by 100 steps by 100 tensors
 }
-ALPHA = 0.002  # for each of two kinds of standing apart: with both less than half of the 1 % that a run's rules share
-NOTHING = 1e-45  # the smallest number of single precision stands for none in a logarithm
+ALPHA = 0.0016  # for each of three kinds of standing apart: all less than half of the 1 % that a run's rules share
 SHOWN = 8
+# the norm of finite float32 or bfloat16 elements is said to be infinite when its square is: it is at least that large
+OVERFLOWN = math.sqrt(3.4028234663852886e38)
 USUAL_ROWS_RATIO = 0.8  # a batch size is usual where so many steps have it; without a usual one none is odd
 
 SQL = f"""
@@ -46,8 +47,15 @@ named AS (
     SELECT c.family, t.attempt, t.rank, list(t.name ORDER BY t.index) AS names FROM tensor t
     JOIN catalogue c USING (rank, attempt, pid, generation) WHERE t.kind = 'param' GROUP BY ALL
 ),
+half AS (
+    SELECT DISTINCT c.family, t.attempt FROM tensor t
+    JOIN catalogue c USING (rank, attempt, pid, generation) WHERE t.kind = 'param' AND t.dtype = 'float16'
+),
 own AS (
-    SELECT g.rank, g.attempt, g.step, c.family, g.l2, len(g.tensors) = 0 AS whole
+    SELECT g.rank, g.attempt, g.step, c.family, len(g.tensors) = 0 AS whole,
+           CASE WHEN len(g.nonfinite) = 0 AND NOT EXISTS (FROM half h WHERE (h.family, h.attempt) = (c.family, g.attempt))
+                THEN list_transform(g.l2, lambda x: CASE WHEN isinf(x) THEN {OVERFLOWN} / g.scale ELSE x END)
+                ELSE g.l2 END AS l2
     FROM grad g JOIN catalogue c USING (rank, attempt, pid, generation) JOIN joint USING (family, attempt)
     WHERE g.stage = 'local' AND g.valid
     QUALIFY row_number() OVER (PARTITION BY g.rank, g.attempt, g.step, c.family ORDER BY g.micro DESC, g.seq DESC) = 1
@@ -143,8 +151,14 @@ def _finding(odd: Apart, row: Row, ranks: Sequence[int], steps: Sequence[int], l
     middle = float(numpy.median(odd.factors))
     what = f"own gradient of {name}" if name else "own gradient"
     how = f"{middle:.3g} times its usual size beside its peers'"
+    where = "steps are exchangeable"
     if odd.kind == "lasting":
         when = f"from step {first} on, at {counted(len(odd.steps), 'checked step')} in a row"
+    elif odd.kind == "gross":
+        when = (
+            f"at {counted(len(odd.steps), 'step')} from {first} to {last}, far beyond all that any rank had until then"
+        )
+        where += " and tails of logarithms no heavier than power 1.5"
     else:
         when = f"at {counted(len(odd.steps), 'step')} from {first} to {last}, on no other rank as often"
     loss = _loss(odd, losses)
@@ -153,9 +167,10 @@ def _finding(odd: Apart, row: Row, ranks: Sequence[int], steps: Sequence[int], l
     before = steps[odd.first - 1] if odd.first else None
     return Finding(
         ranks=(rank,), first_step=first, last_good_step=before, last_step=last, attempt=row.attempt, subject=name,
-        severity="warning", evidence_state="INFERRED",
+        severity="note" if odd.kind == "gross" and loss else "warning",  # few odd batches may all fall on one rank
+        evidence_state="INFERRED",
         summary=f"{listed((rank,))}'s {what} stands apart from its peers' {when}: {how}{said}; chance of this in a "
-                f"healthy run at most {max(odd.chance, 1e-9):.1g} where steps are exchangeable",
+                f"healthy run at most {max(odd.chance, 1e-9):.1g} where {where}",
         evidence=tuple(Evidence(rank, steps[s], f"{what}, beside its peers' and its own past", f"times {f:.4g}",
                                 "within what the ranks varied by before") for s, f in shown),
         cannot_conclude=("why: its data, its code or its device", *interval(before, first)),
@@ -168,7 +183,8 @@ def _loss(odd: Apart, losses: numpy.ndarray) -> bool | None:
     """Whether the rank's loss, too, lies beyond what losses varied by before; None when that is not known."""
     own = losses[:, :, 0] - median(losses[:, :, 0], 0)
     past = own[:, : odd.first]
-    here = own[odd.rank, list(odd.steps)]
+    # gross gradients spoil the update and with it the losses after: only the first step's can tell
+    here = own[odd.rank, list(odd.steps[: 1 if odd.kind == "gross" else None])]
     if not numpy.isfinite(here).any() or not numpy.isfinite(past[odd.rank]).any():
         return None
     usual = median(past, 1)

@@ -34,10 +34,18 @@ def _noise(seed: int, kind: str, ranks: int = 4, steps: int = 120, series: int =
             + rng.normal(0, 1, shape) * numpy.exp(-numpy.arange(steps) / 15)[None, :, None]
             + rng.normal(0, 0.1, shape)
         )
+    if kind == "power":  # norms with a tail so heavy that they have no mean
+        return trend + rng.exponential(1.2, shape)
+    if kind == "regimes":  # every twenty steps or so the data, and with it how much all ranks vary, is another
+        change = rng.random(steps) < 0.05
+        width = numpy.exp(rng.normal(0, 1, steps + 1))[numpy.cumsum(change)]
+        return trend + width[None, :, None] * rng.normal(0, 0.2, shape)
     return trend + numpy.exp(rng.normal(0, 1, (1, steps, 1))) * rng.normal(0, 0.2, shape)  # "unequal": over time
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy", "steady", "drift", "sparse", "settling", "unequal"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "heavy", "steady", "drift", "sparse", "settling", "unequal", "power", "regimes"]
+)
 def test_noise_of_any_shape_is_no_outlier(kind):
     assert [seed for seed in range(12) if list(apart(_noise(seed, kind), ALPHA))] == []
 
@@ -56,10 +64,31 @@ def test_a_lasting_factor_is_found_at_its_first_step(factor):
 def test_events_that_come_again_on_one_rank_are_found():
     for seed in range(5):
         x = _noise(seed, "normal", ranks=3, steps=80)
-        x[1, 30::5, 3] += numpy.log(100)
+        x[1, 30::5, 3] += numpy.log(10)
         (found,) = apart(x, ALPHA)
         assert (found.kind, found.rank, found.series, found.first) == ("repeated", 1, 3, 30)
         assert found.steps == tuple(range(30, 80, 5))
+
+
+@pytest.mark.parametrize("series", [0, 3])
+def test_few_gross_events_are_enough_with_three_ranks_and_a_short_past(series):
+    """Norms vary several-fold between ranks and steps; a stuck exponent bit makes them 2^60 times as large."""
+    for seed in range(20):
+        x = 3 * _noise(seed, "normal", ranks=3, steps=45)
+        x[1, [26, 31, 38], series] += 60 * numpy.log(2)
+        (found,) = apart(x, ALPHA)
+        assert (found.kind, found.rank, found.series, found.steps) == ("gross", 1, series, (26, 31, 38))
+        assert found.chance <= ALPHA
+
+
+def test_a_growth_of_all_ranks_and_a_value_among_zeros_are_not_gross():
+    x = _noise(1, "normal", ranks=3, steps=60)
+    x[:, 30:] += numpy.log(1e12)
+    assert list(apart(x, ALPHA)) == []
+    x = _noise(2, "normal", ranks=3, steps=60)
+    for step in range(25, 60, 3):  # a batch of padding: no gradient on the other ranks
+        x[[0, 2], step] = numpy.log(1e-45)
+    assert [a for a in apart(x, ALPHA) if a.kind == "gross"] == []
 
 
 def test_events_that_fall_on_all_ranks_alike_are_none():

@@ -66,6 +66,38 @@ def test_names_the_tensor_that_is_odd_again_and_again() -> None:
     assert (found.ranks, found.first_step) == ((1,), 30)
 
 
+GROSS = "rank = 1 AND step IN (26, 33, 40)"
+
+
+def _gross(rows: Rows, norm: str) -> Rows:
+    rows.connection.execute(f"UPDATE grad SET l2 = [l2[1], {norm}], nonfinite = [] WHERE {GROSS}")
+    return rows
+
+
+@pytest.mark.parametrize("norm", ["1e17", "'inf'::DOUBLE"])  # squares of finite elements overflow
+def test_few_gross_steps_of_one_tensor_are_enough(norm: str) -> None:
+    (found,) = _found(_gross(_run(ranks=3, steps=45), norm), world_size=3)
+    assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((1,), 26, 25, 40)
+    assert (found.severity, found.evidence_state) == ("warning", "INFERRED")
+    assert "far beyond all" in found.summary and "its loss is ordinary" in found.summary
+
+
+def test_gross_gradients_of_gross_losses_are_a_note() -> None:
+    rows = _gross(_run(ranks=3, steps=45), "1e17")
+    rows.connection.execute(f"UPDATE loss SET total = total * 1e6 WHERE {GROSS}")
+    (found,) = _found(rows, world_size=3)
+    assert found.severity == "note"
+
+
+def test_overflow_of_half_precision_and_non_finite_elements_are_not_gross() -> None:
+    rows = _gross(_run(ranks=3, steps=45), "'inf'::DOUBLE")
+    rows.connection.execute("UPDATE tensor SET dtype = 'float16'")
+    assert _found(rows, "CLEAR", 3) == []
+    rows = _gross(_run(ranks=3, steps=45), "'inf'::DOUBLE")
+    rows.connection.execute(f"UPDATE grad SET nonfinite = [1] WHERE {GROSS}")
+    assert _found(rows, "CLEAR", 3) == []
+
+
 def test_the_last_small_batch_of_one_rank_is_not_odd() -> None:
     rows = _times(_run(), 30.0, "rank = 3 AND step % 5 = 0")
     rows.connection.execute("UPDATE input SET rows = 1 WHERE rank = 3 AND step % 5 = 0")
