@@ -1,14 +1,15 @@
 """Which rank's values lie grossly beyond everything seen so far: few events are enough where they are that far off.
 
 The order of exchangeable values alone needs many events. How far a new record lies beyond the old one says more, if
-something is assumed of the tail; here, that deviations of the *logarithms* have at worst a tail with exponent 1.5, which
-is an infinite variance, and far heavier than any power law of the norms themselves (which is exponential in logarithms).
-Then, with n exchangeable steps before, a step's largest deviation lies beyond c times the largest before with probability
-c^-1.5 / (n + 1) at most, falls on a given one of R ranks with 1 / R, and with j such events set aside j + 1 times as
-often: a birth process, whose count is geometric and whose excesses log(c) are exponential. The chance of an event
-sum that large is then a sum of gamma tails. What counts as excess is the smaller of two: over the rank's own usual
-place beside its peers, and over the largest value of any rank up to and in this step. So neither a value that comes
-back, nor a peer that has next to none, nor a growth of all ranks makes an event. Neighbouring steps are one event.
+something is assumed of the tail; here, that deviations of the *logarithms* have at worst a tail with exponent 1.5,
+which is an infinite variance, and far heavier than any power law of the norms themselves (which is exponential in
+logarithms). Then, with n exchangeable steps before, a step's largest deviation lies beyond c times the largest before
+with probability c^-1.5 / (n + 1) at most, falls on a given one of R ranks with 1 / R, and with j such events set aside
+j + 1 times as often: a birth process, whose count is geometric and whose excesses log(c) are exponential. The chance of
+an event sum that large is then a sum of gamma tails. What counts as excess is the smaller of two: over the rank's own
+usual place beside its peers, and over the largest value of any rank up to and in this step. So neither a value that
+comes back, nor a peer that has next to none, nor a growth of all ranks makes an event. Neighbouring steps are one
+event.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _before(x: Any, first: float) -> Any:
 
 
 def _events(x: Any, off: Any, rank: int, floor: float) -> tuple[dict[int, float], float]:
-    """Steps at which the rank lies beyond all others and how many times the range, and the expected number of records."""
+    """Steps at which the rank lies beyond all others and how often the range, and the records to expect."""
     others = numpy.arange(len(x)) != rank
     peers, peaks = _largest(numpy.abs(off[others]), 0.0).tolist(), _largest(x[others], -math.inf).tolist()
     own, mine = off[rank].tolist(), x[rank].tolist()

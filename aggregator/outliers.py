@@ -4,9 +4,9 @@ Values are logarithms, `x[rank, step, series]`, NaN where a rank has none. What 
 taken off as the median over ranks, what is a rank's own (its share of the data) as its median over the steps before.
 What stands out lies farther off than any rank's did in the window before it, twice as far in the middle or where it is
 a single step, and by a least factor. How often chance does that is not taken from a distribution, but from the order of
-exchangeable values: k steps in a row beyond all of the n before them have probability 1 / C(n + k, k), and of single
-ones the share that falls on one of R ranks is binomial with 1 / R. Few single ones are enough where they are gross
-(see excess).
+exchangeable values: k steps in a row beyond all of the n before them have probability 1 / C(n + k, k), where of steps
+that resemble their neighbours only a share counts, and of single ones the share that falls on one of R ranks is
+binomial with 1 / R. Few single ones are enough where they are gross (see excess).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ WINDOW = 100  # and at most: training changes
 FURTHER = 2.0  # times the largest deviation of the window, in logarithms: 1.5 x seen, 2.25 x wanted
 LASTING = math.log(1.5)  # smallest factor of a difference that lasts
 ONCE = math.log(4.0)  # smallest factor of one that comes and goes: a single batch may be odd by itself
+MOST_NEEDED = 1000  # steps in a row: more are not waited for
 SOON = 5  # steps within which what begins in several tensors is one thing: all together speak first
 FEWEST = 3  # events of one rank, at least
 
@@ -75,13 +76,14 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
                 ahead = sign * _beside(x[:, at:, k] - level[:, None, k])[r]
                 run = _run(ahead, least)
                 known = numpy.nonzero(numpy.isfinite(ahead[:run]))[0]
-                needed = _needed(before, tests, alpha)
+                share = _independent(off[window, :, k], plain[window, :, k])
+                needed = _needed(before, tests, alpha, share)
                 # its beginning decides: a slow drift leaves every window behind in the end
-                jump = float(numpy.median(ahead[known[:needed]]))
-                if len(known) >= needed and jump > max(FURTHER * least, LASTING):
+                enough = len(known) >= needed
+                if enough and float(numpy.median(ahead[known[: int(needed)]])) > max(FURTHER * least, LASTING):
                     factors = tuple(numpy.exp(sign * ahead[known]).tolist())
                     where = tuple((at + known).tolist())
-                    chance = tests / math.comb(before + len(known), before)
+                    chance = tests * _in_a_row(before * share, len(known) * share)
                     lasting.setdefault(r, []).append(Apart("lasting", r, k, at, where[-1], where, factors, chance))
                     until[r, k] = at + run
                 elif abs(off[at, r, k]) > max(FURTHER * least, ONCE):
@@ -113,18 +115,37 @@ def _beside(x: Any) -> Any:
     return x - median(x, 0)
 
 
+def _independent(off: Any, plain: Any) -> float:
+    """Share of the steps that count as independent: neighbours in time may be alike, as AR(1) noise of one correlation.
+
+    Taken from deviations [step, rank] of all ranks.
+    """
+    off = numpy.where(plain, off, numpy.nan)
+    both = off[1:] * off[:-1]
+    kept = numpy.isfinite(both)
+    alike = both[kept].sum() / max((off[1:][kept] ** 2).sum(), (off[:-1][kept] ** 2).sum(), 1e-300)
+    return float((1 - alike) / (1 + alike)) if alike > 0 else 1.0
+
+
 def _run(ahead: Any, least: float) -> int:
     """How many steps from the first on lie beyond; those without a value neither end nor lengthen a run."""
     within = numpy.nonzero(ahead <= least)[0]
     return int(within[0]) if len(within) else len(ahead)
 
 
-def _needed(before: int, tests: float, alpha: float) -> int:
-    """Steps in a row that chance makes with at most `alpha` in all tests."""
+def _needed(before: float, tests: float, alpha: float, share: float) -> float:
+    """Steps in a row that chance makes with at most `alpha` in all tests, where a share of the steps is independent."""
     k = FEWEST
-    while tests / math.comb(before + k, k) > alpha:
+    while _in_a_row(before * share, k * share) * tests > alpha:
         k += 1
+        if k > MOST_NEEDED:
+            return math.inf
     return k
+
+
+def _in_a_row(before: float, after: float) -> float:
+    """1 / C(before + after, after), between whole numbers too."""
+    return math.exp(math.lgamma(before + 1) + math.lgamma(after + 1) - math.lgamma(before + after + 1))
 
 
 def _repeated(events: list[tuple[int, int, int, float]], ranks: int, alpha: float) -> Iterator[Apart]:

@@ -53,7 +53,8 @@ half AS (
 ),
 own AS (
     SELECT g.rank, g.attempt, g.step, c.family, len(g.tensors) = 0 AS whole,
-           CASE WHEN len(g.nonfinite) = 0 AND NOT EXISTS (FROM half h WHERE (h.family, h.attempt) = (c.family, g.attempt))
+           CASE WHEN len(g.nonfinite) = 0
+                     AND NOT EXISTS (FROM half h WHERE (h.family, h.attempt) = (c.family, g.attempt))
                 THEN list_transform(g.l2, lambda x: CASE WHEN isinf(x) THEN {OVERFLOWN} / g.scale ELSE x END)
                 ELSE g.l2 END AS l2
     FROM grad g JOIN catalogue c USING (rank, attempt, pid, generation) JOIN joint USING (family, attempt)
