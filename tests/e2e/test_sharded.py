@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -67,9 +67,12 @@ elif layout == "tp":
 else:
     if layout == "hsdp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
-    fully_shard(net.body, mesh=mesh)
+    more = {{"mesh": mesh}}
+    if layout == "fsdp2-bf16":
+        more["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    fully_shard(net.body, **more)
     if layout != "fsdp2-noroot":
-        fully_shard(net, mesh=mesh)
+        fully_shard(net, **more)
     model = net
 adam = torch.optim.AdamW
 if layout == "zero":
@@ -81,7 +84,10 @@ data = torch.Generator().manual_seed(seed)
 for step in range(1, {STEPS} + 1):
     x = torch.randn(4, 6, generator=data)
     optimizer.zero_grad()
-    (model.module if plant == "module" else model)(x).square().mean().backward()
+    out = (model.module if plant == "module" else model)(x)
+    if plant == "nan" and rank == world - 1 and step == {STEP}:
+        out.register_hook(lambda g: g * float("nan"))
+    out.square().mean().backward()
     if plant == "shard" and rank == world - 1 and step == {STEP}:
         with torch.no_grad():
             parts = [getattr(p, "_local_tensor", p) for p in net.body.parameters()]
@@ -136,6 +142,13 @@ def test_names_what_a_wrapper_leaves_out_and_each_rank_trains_alone(tmp_path: Pa
     (found,) = said(tmp_path, layout, "none", 2)
     assert (found["reason_code"], found["ranks"], found["first_step"]) == ("PARAM_DESYNC", [0, 1], 1)
     assert found["subject"].startswith("embed.")
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2-bf16"])
+def test_names_the_rank_whose_own_gradient_is_not_finite_before_fsdp_spreads_it(tmp_path: Path, layout: str) -> None:
+    first, *_ = said(tmp_path, layout, "nan", 2)
+    assert (first["reason_code"], first["severity"], first["ranks"]) == ("NONFINITE_GRAD", "critical", [1])
+    assert (first["first_step"], first["last_good_step"], first["subject"]) == (STEP, STEP - 1, "head.bias")
 
 
 def test_sharded_optimizer_spreads_what_one_rank_computed_from_its_own_gradient(tmp_path: Path) -> None:
