@@ -93,7 +93,8 @@ class Units:
         grads = args[1]
         # hybrid forms may put the last part of the reduction off to a later backward
         last = told.get("all_reduce_grads", True) and told.get("partial_reduce_output") is None
-        found = [(p.sharded_param, g.detach(), last and not _holds(p.sharded_param.grad))
+        by_torch = type(told.get("reduce_scatter_comm")).__module__.startswith(("torch.", "builtins"))
+        found = [(p.sharded_param, g.detach(), last and by_torch and _untouched(p.sharded_param))
                  for p, g in zip(args[0], grads, strict=True)]  # fmt: skip
         self._fire(found, told.get("gradient_divide_factor"), told.get("reduce_dtype") or grads[0].dtype)
 
@@ -109,6 +110,11 @@ class Units:
                 own.append(OwnGradient(entry, grad, divisor / ranks if divisor else 1.0, alone))
         if own:
             agent.fire("unit_gradients", own, str(dtype).removeprefix("torch."))
+
+
+def _untouched(shard: Any) -> bool:
+    """Nothing is in the shard's gradient yet, and no hook of the program's changes it as soon as it is there."""
+    return not torchprivate.has_gradient_hooks(shard) and not _holds(shard.grad)
 
 
 def _holds(grad: Any) -> bool:

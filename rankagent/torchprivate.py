@@ -218,3 +218,8 @@ def fsdp1_unit_of(handle: Any, between: Any) -> Fsdp1Unit:
 def fsdp1_saved_shard(flat: Any) -> Any:
     """The gradient of earlier backwards that a flat parameter's reduction is added to; None without one."""
     return getattr(flat, "_saved_grad_shard", None)
+
+
+def has_gradient_hooks(shard: Any) -> bool:
+    """Whether the program hooked the moment at which FSDP2 has reduced a gradient; true where that can't be told."""
+    return bool(getattr(shard, "_post_accumulate_grad_hooks", True))

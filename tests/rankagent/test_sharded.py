@@ -273,3 +273,16 @@ def test_a_divisor_of_the_program_s_is_told(tmp_path: Path, group: None) -> None
     assert [r["reduction"] for r in rows["delivered"]] == ["gradient_divide_factor"]
     own, made = rows_of(rows, "grad", "first.weight", stage="local"), rows_of(rows, "delivered", "first.weight")
     assert made[0][1] == pytest.approx([n / 4 for n in own[0][1]])
+
+
+def test_what_a_hook_of_the_program_s_changes_is_not_taken_for_the_reduction(tmp_path: Path, group: None) -> None:
+    with running(tmp_path):
+        model: Any = fully_shard(Net(), mesh=init_device_mesh("cpu", (1,)))
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    rows = read(tmp_path)
+    assert [r["stage"] for r in rows["grad"]] == ["local", "reduced"]
+    assert "delivered" not in rows
