@@ -19,7 +19,8 @@ from ..groups import listed, unheard
 CODE = "DATA_ERROR_SWALLOWED"
 NEEDS = {"loader": 1, "batch": 1}
 PARAMS = {
-    "habit": 0.5,  # samples that raise inside more often than this do so by design: a cache that lacks them at first
+    # samples that raise inside, or are exchanged, more often than this are so by design: a cache that lacks them at first
+    "habit": 0.5,
     "copies": 3,  # samples with the content of others: one pair may be in the data, and 3 pairs agree once in 2**96
     "clean": 2,  # times as many samples, all different, show that the data does not repeat by itself
     "compared": 400_000,  # samples whose contents are compared
@@ -31,13 +32,15 @@ PARAMS = {
 # batches are whole), handled (exceptions in less than half of the samples of iterable data, which has no ids to miss)
 SQL = """
 WITH told AS (
-    SELECT *, samples_caught > $habit * samples_traced AND samples_traced > 0 AS habit,
+    SELECT *, samples_traced > 0 AND CASE WHEN len(instead_of) > 0  -- whatever else raises inside, as a cache does
+                  THEN sum(len(instead_of)) OVER lane > $habit * max(samples_traced) OVER lane
+                  ELSE samples_caught > $habit * samples_traced END AS habit,
            CASE WHEN len(instead_of) > 0 THEN 'exchanged' WHEN none_caught > 0 THEN 'none'
                 WHEN nones > 0 THEN 'filtered'
                 WHEN made < 0 OR made >= asked THEN NULL
                 WHEN outside > 0 AND (same_size > 0 OR outside >= asked - made) THEN 'dropped'
                 WHEN same_size * 2 > judged THEN 'short' END AS kind
-    FROM making
+    FROM making WINDOW lane AS (PARTITION BY attempt, rank, pid, loader, iterator, worker)
 ), lost AS (
     SELECT attempt, rank, pid, loader, iterator, step, kind, habit, exceptions,
            CASE kind WHEN 'exchanged' THEN instead_of ELSE none_ids END AS ids,

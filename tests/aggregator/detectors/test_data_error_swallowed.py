@@ -131,3 +131,10 @@ def test_where_somebody_else_traces_nothing_is_clear():
     rows = run()
     rows.add("stream", rank=0, pid=9, worker=-1, fetches=2, untraced=2, names="torch", digests=[1], origins=[1])
     assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+def test_a_cache_that_raises_for_every_sample_does_not_excuse_an_exchange():
+    _, (found,) = judge(run(caught_ids=[21, 22], instead_of=[22], instead=[23], samples_caught=40))
+    assert found.severity == "warning"
+    _, (design,) = judge(run(caught_ids=[22], instead_of=[22, 25, 26], instead=[23, 27, 27], samples_traced=4))
+    assert design.severity == "note"
