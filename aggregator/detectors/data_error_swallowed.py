@@ -19,7 +19,7 @@ from ..groups import listed, unheard
 CODE = "DATA_ERROR_SWALLOWED"
 NEEDS = {"loader": 1, "batch": 1}
 PARAMS = {
-    # samples that raise inside, or are exchanged, more often than this are so by design: a cache that lacks them at first
+    # what more samples than this do, raise inside or be exchanged, is by design: a cache that lacks them at first
     "habit": 0.5,
     "copies": 3,  # samples with the content of others: one pair may be in the data, and 3 pairs agree once in 2**96
     "clean": 2,  # times as many samples, all different, show that the data does not repeat by itself

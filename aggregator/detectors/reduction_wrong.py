@@ -29,6 +29,7 @@ PARAMS: Mapping[str, object] = reductions.BOUNDS
 # A common factor that holds for every tensor is a law of the run when it did so at some steps before. One step may be
 # chance where there is one tensor only; three are none, as each has two numbers of its own.
 LAW_STEPS = 3
+APPROXIMATE = ("powerSGD", "batched_powerSGD", "quantization")  # torch's own hooks that give no exact sum
 
 SQL = reductions.REDUCED
 
@@ -98,6 +99,8 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
         if cause.kind == "missing" or raised:
             severity: Severity = "note" if renormalised else "critical" if first.delivered else "warning"
             yield _finding(rows, off, cause, severity)
+        elif first.delivered and cause.kind == "none" and not first.reduction.startswith(APPROXIMATE):
+            yield _left(rows, off, cause)
         else:
             why = f"from step {first.step} on the reduced gradient is no longer the ranks' own added up and times " \
                   "one factor: whether the program means that is not known"  # fmt: skip
@@ -107,6 +110,25 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
     else:
         why = "the ranks' own gradients add up only as on a wire of 8 bits of precision: small faults would not show"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
+
+
+def _left(rows: Sequence[Row], off: Sequence[Row], cause: Cause) -> Finding:
+    """The hook kept to a law and then left it, in a way that no rank's part accounts for: a note, as some hooks do so
+    by design (compression after a warm-up)."""
+    first = off[0]
+    good = max((r.step for r in rows if r.step < first.step), default=None)
+    of = f"of {cause.tensors[0]}" if cause.tensors else ""
+    more = f" and {counted(len(cause.tensors) - 1, 'more tensor')}" if len(cause.tensors) > 1 else ""
+    return Finding(
+        ranks=tuple(range(first.peers)), first_step=first.step, last_good_step=good, last_step=off[-1].step,
+        attempt=first.attempt, severity="note", subject=cause.tensors[0] if cause.tensors else "",
+        summary=f"the gradient {of}{more} reduced by {first.reduction}, the same on all ranks, is from step "
+                f"{first.step} on no longer the ranks' own added up and times one factor, as it was until then",
+        evidence=(Evidence(None, first.step, f"parts in the reduced gradient {of}", "no account fits",
+                           "one factor for every rank"),),
+        cannot_conclude=("whether the hook means that, as one that compresses after a warm-up does",),
+        next_check="compare what the hook returns with an all-reduce of the same bucket",
+    )  # fmt: skip
 
 
 def _factor(kept: Sequence[Row]) -> Iterator[Finding]:

@@ -249,3 +249,21 @@ def test_replicas_of_a_shard_that_differ_are_another_rule_s_matter() -> None:
     rows = _sharded(_without({2}, 1), replicas=2)
     rows.connection.execute("UPDATE delivered SET sketch = list_transform(sketch, lambda x: x + rank)")
     assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def _spoilt_from(since: int, hook: str) -> Rows:
+    """A hook's mean until `since`; then the numbers of one tensor are no combination of the ranks' own."""
+    rows = _run(_mean, hook=hook)
+    spoilt = "[sketch[1] * 2, sketch[2] * 3] || sketch[3:]"
+    rows.connection.execute(f"UPDATE delivered SET sketch = {spoilt} WHERE step >= {since}")
+    return rows
+
+
+def test_a_hook_that_leaves_its_law_unaccounted_for_is_a_note() -> None:
+    (found,) = _found(_spoilt_from(6, "averaged"))
+    assert (found.severity, found.first_step, found.last_good_step, found.subject) == ("note", 6, 5, "a")
+    assert found.cannot_conclude
+
+
+def test_a_hook_of_torch_s_that_compresses_after_a_warm_up_is_left_open() -> None:
+    assert _found(_spoilt_from(6, "powerSGD_hook"), "INSUFFICIENT_EVIDENCE") == []
