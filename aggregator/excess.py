@@ -43,7 +43,7 @@ class Gross:
 
 
 def gross(x: Any, off: Any, nothing: float, alpha: float) -> Iterator[Gross]:
-    """The clearest series of each rank that lies grossly beyond all others, with at most `alpha` of a false one.
+    """The series of each rank that lies grossly beyond all others, or the whole, with at most `alpha` of a false one.
 
     `x[rank, step, series]` are logarithms, `off` their deviations from the rank's own usual place beside its peers;
     series 0 is the whole, to which half of `alpha` belongs. `nothing` is the logarithm that stands for zero.
@@ -55,16 +55,17 @@ def gross(x: Any, off: Any, nothing: float, alpha: float) -> Iterator[Gross]:
         reach = _before(_largest(numpy.abs(off), 0.0), RANGE)
         excess = numpy.minimum(off, x - _before(_largest(x, -math.inf), -math.inf))
         possible = (excess > numpy.maximum(FAR * reach, LEAST_FACTOR)).any(1)
-    found: dict[int, Gross] = {}
+    found: dict[int, list[Gross]] = {}
     whole = x[:, :, 0][numpy.isfinite(x[:, :, 0])]
     floor = float(numpy.median(whole)) - SMALL if len(whole) else -math.inf
     for r, k in zip(*(i.tolist() for i in numpy.nonzero(possible)), strict=True):
         events, rate = _events(x[:, :, k], off[:, :, k], r, floor)
         tests = 2 * ranks * (1 if k == 0 else series - 1)
         chance = tests * _chance(_separate(events), rate / ranks) if events else 1.0
-        if chance <= alpha and (r not in found or chance < found[r].chance):
-            found[r] = Gross(r, k, tuple(events), chance)
-    yield from found.values()
+        if chance <= alpha:
+            found.setdefault(r, []).append(Gross(r, k, tuple(events), chance))
+    for several in found.values():  # ordered by series: a single one says more than the whole, of many the whole does
+        yield several[-1 if len(several) <= 2 else 0]
 
 
 def _largest(x: Any, otherwise: float) -> Any:

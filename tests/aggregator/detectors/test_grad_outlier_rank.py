@@ -79,6 +79,7 @@ def test_few_gross_steps_of_one_tensor_are_enough(norm: str) -> None:
     (found,) = _found(_gross(_run(ranks=3, steps=45), norm), world_size=3)
     assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((1,), 26, 25, 40)
     assert (found.severity, found.evidence_state) == ("warning", "INFERRED")
+    assert found.subject == "b"
     assert "far beyond all" in found.summary
     assert "its loss is ordinary" in found.summary
 
