@@ -98,6 +98,7 @@ class Agent:
         self.landing = Landing(torch)
         self.watching = governor.watched(1)
         self.backwards = self.backwards_total = 0
+        self.updates = 0  # by torch optimizers so far: a backward left over when these are gone is no step
         self.phases: dict[str, int] = {}
         self.phase = "other"  # where the training thread is, for a failure's row
         self.skipped = False
@@ -192,6 +193,7 @@ class Agent:
         step_ns = ended - self._last_boundary_ns if self._last_boundary_ns else 0
         self._last_boundary_ns = ended
         optimizers = self.window.close()
+        self.updates += optimizers
         info = StepInfo(step, optimizers, self.backwards, self.skipped, inferred, watched, self.governor.in_force(step),
                         step_ns, self.spent_ns, self.phases)  # fmt: skip
         self.spent_ns = 0
@@ -244,7 +246,7 @@ class Agent:
         """Close a step whose update was seen while the agent still waited for another optimizer, or for a backward."""
         if self.window.stepped:
             self.close_step()
-        elif self.backwards and not self.catalogue.optimizers():
+        elif self.backwards and not self.updates and not self.catalogue.optimizers():
             self.close_step(inferred=True)
 
     def close(self) -> None:

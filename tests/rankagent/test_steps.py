@@ -299,3 +299,16 @@ def test_the_model_is_freed_as_ever(tmp_path):
         del net, optimizer
         gc.collect()
         assert [r() for r in refs] == [None, None, None]
+
+
+def test_a_backward_left_over_when_the_optimizer_is_gone_is_no_step(tmp_path):
+    def train():
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for k in range(3):
+            loss_of(net, k).backward()
+            if k < 2:
+                optimizer.step()
+
+    rows = record(tmp_path, train)["step"]
+    assert [(r["step"], r["inferred"]) for r in rows] == [(1, False), (2, False)]
