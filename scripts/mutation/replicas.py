@@ -52,9 +52,17 @@ def buffer_changed(d: Drawn) -> Truth:
     return Truth(("BUFFER_DESYNC",), d.apart(rank), step, False, re.escape(name))
 
 
-@fault("GRAD_DESYNC", wraps=["ddp"], optimizers=("sgd", "adam", "adamw"), scaler=False)
+@fault(
+    "GRAD_DESYNC",
+    wraps=["ddp"],
+    optimizers=("sgd", "adam", "adamw"),
+    models=("mlp", "wide", "conv", "lstm", "untied"),
+    scaler=False,
+)
 def forgot_to_synchronise(d: Drawn) -> Truth:
     step = d.step()
+    # under no_sync from some step on, torch's own reducer raises when it was told to look for unused parameters
+    d.recipe["ddp"] = {k: v for k, v in d.recipe["ddp"].items() if k != "find_unused_parameters"}
     d.plant("never_synced", step=step)
     return Truth(("GRAD_DESYNC",), d.everyone, step, False, "", ("PARAM_DESYNC", "OPTIM_STATE_DESYNC"))
 
@@ -84,7 +92,8 @@ def bypassed_the_wrapper(d: Drawn) -> Truth:
 def gradient_edited(d: Drawn) -> Truth:
     rank, step, name = d.rank(), d.step(), d.tensor()
     d.plant("grad_edited", rank=rank, step=step, tensor=name, how="noise", amount=0.05)
-    return Truth(("GRAD_DESYNC",), d.apart(rank), step, False, "", ("PARAM_DESYNC", "OPTIM_STATE_DESYNC"))
+    # of this one step only the parameters are left where the next watched one looks
+    return Truth(("GRAD_DESYNC", "PARAM_DESYNC"), d.apart(rank), step, False, "", ("OPTIM_STATE_DESYNC",))
 
 
 @fault(

@@ -94,8 +94,10 @@ def evaluates_on_training_data(d: Drawn) -> Truth:
     d.recipe["eval_every"] = 8
     d.recipe["loader"]["augment"] = False
     d.recipe["extras"] = [e for e in d.recipe["extras"] if e != "eval_on_rank0"]
-    d.plant("eval_overlap", count=d.chance.choice((24, 40)), how=d.chance.choice(("same", "copied")))
-    return Truth(("TRAIN_EVAL_OVERLAP",), None, None, False)
+    how = d.chance.choice(("same", "copied"))
+    d.plant("eval_overlap", count=d.chance.choice((24, 40)), how=how)
+    # copies have ids of their own; the contents of training batches are looked at in watched steps only
+    return Truth(("TRAIN_EVAL_OVERLAP",), None, None, how == "copied")
 
 
 _SWALLOWED = {"wraps": ("ddp",), "loaders": ("sampler",), "accumulate": (1,), "steps": (30, 50), "schedules": ("",)}
