@@ -303,11 +303,11 @@ def finding(parting: Parting, shown: Shown | None = None) -> Finding:
 
 
 def drifts(row: Row) -> bool:
-    """Its bits change over time, as a statistic's do; a rank set apart on which they change once, and stay, is odd."""
+    """Its bits change over time, as a statistic's do. Odd is a rank set apart on which they change once, and stay."""
     odd = split(dict(zip(row.ranks, row.marks, strict=True)))
     once = row.last_good is not None and row.values == 2 and row.differing == row.since
-    once = once and odd.decided and set(row.moving) <= set(odd.odd)
-    return bool(row.moving) and not once
+    alone = set(row.moving) <= set(odd.odd) if odd.decided else len(row.moving) == 1 and len(row.ranks) == 2
+    return bool(row.moving) and not (once and alone)
 
 
 def _reach(row: Row) -> tuple[str, ...]:

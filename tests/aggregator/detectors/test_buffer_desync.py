@@ -84,3 +84,10 @@ def test_a_constant_that_one_rank_overwrites_is_a_warning_where_it_happened() ->
     (found,) = _found(rows)
     assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((1,), 3, 2, "warning")
     assert _found(_ends(_rows(0), (1, 1, 1), (1, 1, 1), (1, 9, 1), (1, 8, 1)), "CLEAR") == []
+
+
+def test_of_two_ranks_the_one_that_changes_once_and_stays_is_seen_a_statistic_is_not() -> None:
+    (found,) = _found(_ends(_rows(0, ranks=2), (1, 1), (1, 1), (1, 7), (1, 7)), world_size=2)
+    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((0, 1), 3, 2, "warning")
+    assert _found(_ends(_rows(0, ranks=2), (1, 1), (1, 7), (1, 8), (1, 9)), "CLEAR", world_size=2) == []
+    assert _found(_ends(_rows(0, ranks=2), (1, 1), (2, 7), (2, 7)), "CLEAR", world_size=2) == []
