@@ -95,10 +95,15 @@ gathered AS (
 whole AS (
     SELECT family, attempt, step, micro FROM agreed UNION SELECT family, attempt, step, micro FROM gathered
 ),
+uneven AS (  -- from here on the ranks' backwards of one number are no longer reduced with each other
+    SELECT attempt, min(step) AS step FROM (
+        SELECT attempt, step FROM step GROUP BY attempt, step HAVING min(backwards) <> max(backwards)
+    ) GROUP BY attempt
+),
 own AS MATERIALIZED (
     SELECT g.rank, g.attempt, g.step, g.micro, c.family, g.tensors, g.l2, g.sketch, g.scale, g.window_l2
-    FROM grad g JOIN catalogue c USING (rank, attempt, pid, generation)
-    WHERE g.stage = 'local' AND g.valid AND len(g.sketch) > 0
+    FROM grad g JOIN catalogue c USING (rank, attempt, pid, generation) LEFT JOIN uneven u ON u.attempt = g.attempt
+    WHERE g.stage = 'local' AND g.valid AND len(g.sketch) > 0 AND (u.step IS NULL OR g.step < u.step)
 ),
 part AS (
     SELECT family, attempt, step, micro, rank, scale, CAST(unnest(sketch[1:len(sketch):2]) AS DOUBLE) AS a,
@@ -192,7 +197,7 @@ members AS (
 )
 SELECT j.family, j.attempt, j.step, j.micro, j.delivered, j.sharded, j.declared, j.reduction, j.peers, j.rescaled,
        j.off, j.low, j.high, j.loose_low, j.loose_high, d.numbers, d.names, d.x, d.own, d.loose,
-       m.part_ranks, m.part_indices, m.a, m.b
+       m.part_ranks, m.part_indices, m.a, m.b, (SELECT step FROM uneven u WHERE u.attempt = j.attempt) AS uneven
 FROM judged j LEFT JOIN detail d USING (family, attempt, step, micro, delivered, sharded)
 LEFT JOIN members m USING (family, attempt, step, micro, delivered, sharded)
 ORDER BY j.attempt, j.family, j.delivered, j.sharded, j.step, j.micro
@@ -226,6 +231,7 @@ class Row(NamedTuple):
     part_indices: list[int] | None
     a: list[float] | None
     b: list[float] | None
+    uneven: int | None = None  # first step whose backwards the ranks do not have the same number of
 
 
 def cells(row: Row, error: list[float] | None) -> Cells:

@@ -162,7 +162,7 @@ life AS (
     SELECT attempt, id, min(place) FILTER (differs) AS first, max(place) FILTER (differs) AS last,
            count(*) FILTER (differed AND NOT differs) AS returns,
            count(DISTINCT (part, low)) > count(DISTINCT part) AS moves, arg_min(part, place) FILTER (differs) AS part,
-           arg_min(differs, place) AS unlike, count(DISTINCT step) FILTER (differs) AS differing
+           arg_min(differs, place) AS unlike, count(DISTINCT step) FILTER (differs) AS differing, max(place % 4) AS ends
     FROM tensor_check GROUP BY attempt, id
 ),
 fellows AS (
@@ -172,7 +172,7 @@ fellows AS (
 ),
 apart AS (
     SELECT attempt, id, first, last, any_value(returns) AS returns, any_value(differing) AS differing,
-           nullif(max(CASE WHEN place % 4 = 0 AND first % 4 > 0 THEN step - 1 ELSE step END) FILTER (
+           nullif(max(CASE WHEN place % 4 = 0 AND ends > 0 THEN step - 1 ELSE step END) FILTER (
                NOT differs AND place < first AND step < first // 4 AND t.part IN (-1, l.part)), 0) AS last_good,
            count(DISTINCT step) FILTER (place >= first) AS since, any_value(l.part) >= 0 AS windowed,
            any_value(l.unlike) AS never_equal

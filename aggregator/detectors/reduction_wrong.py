@@ -47,6 +47,9 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     if not rows:
         why = "no step at which the own and the reduced gradients of all replicas were recorded and the latter agree"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    for step in {r.uneven for r in rows} - {None}:
+        why = f"from step {step} on the ranks' backwards do not correspond: their numbers differ"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
     yield from unheard(run)
 
 

@@ -299,3 +299,12 @@ def test_unwrapped_copies_on_ranks_that_took_other_numbers_of_steps_may_be_train
     rows.add("step", rank=1, step=4, optimizers=1, backwards=1)
     assert _found(rows, "INSUFFICIENT_EVIDENCE", world_size=2) == []
     assert [f.ranks for f in _found(rows, world_size=2, status="failed")] == [(0, 1)]
+
+
+def test_equal_before_an_update_says_nothing_of_what_that_update_did() -> None:
+    rows = catalogue(Rows(), 3, "a")
+    for step, odd in ((1, 1), (8, 2), (16, 2)):
+        sweep(rows, "param", step, {0: [1], 1: [odd], 2: [1]}, "start")
+    sweep(rows, "param", 16, {0: [1], 1: [2], 2: [1]}, "end")
+    (found,) = _found(rows)
+    assert (found.first_step, found.last_good_step) == (8, None)

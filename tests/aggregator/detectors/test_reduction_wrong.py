@@ -267,3 +267,10 @@ def test_a_hook_that_leaves_its_law_unaccounted_for_is_a_note() -> None:
 
 def test_a_hook_of_torch_s_that_compresses_after_a_warm_up_is_left_open() -> None:
     assert _found(_spoilt_from(6, "powerSGD_hook"), "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_where_ranks_run_other_numbers_of_backwards_nothing_is_held_against_the_mean() -> None:
+    rows = _run(_mean)
+    rows.connection.execute("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 6")
+    rows.connection.execute("UPDATE delivered SET sketch = [x * 3 FOR x IN sketch] WHERE step >= 6")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
