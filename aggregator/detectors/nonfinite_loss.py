@@ -22,6 +22,7 @@ PARAMS: Mapping[str, object] = {
     "settling": 10,
 }
 SHOWN = 8
+LEFT_OUT = "; the program left it out of the update"
 UNSEEN = "whether it began in a gradient or parameter of step {}, which were not looked at"
 
 # A non-finite loss under a loss scale whose step was skipped (or is not over yet) is forgiven, unless `settling` of
@@ -57,7 +58,10 @@ SELECT rank, attempt, min(step) FILTER (counts) AS first, max(step) FILTER (coun
        arg_min(first_nonfinite, step) FILTER (counts) AS micro, arg_min(backwards, step) FILTER (counts) AS backwards,
        CAST(arg_min(CASE WHEN isfinite(total) THEN last ELSE total END, step) FILTER (counts) AS VARCHAR) AS value,
        attempt IN (SELECT attempt FROM used) AS used,
-       (attempt, min(step) FILTER (counts) - 1) IN (SELECT (attempt, step) FROM param WHERE stage = 'end') AS looked
+       (attempt, min(step) FILTER (counts) - 1) IN (SELECT (attempt, step) FROM param WHERE stage = 'end') AS looked,
+       (attempt, rank, min(step) FILTER (counts)) IN (
+           SELECT (attempt, rank, step) FROM grad WHERE stage = 'local' AND valid
+           GROUP BY attempt, rank, step HAVING max(len(nonfinite)) = 0) AS finite
 FROM (SELECT *, min(step) FILTER (counts) OVER (PARTITION BY rank, attempt) AS f FROM counted)
 GROUP BY rank, attempt HAVING bool_or(counts) ORDER BY attempt, first, rank
 """
@@ -78,6 +82,7 @@ class Row(NamedTuple):
     value: str
     used: bool  # an update may have taken it
     looked: bool  # the parameters were looked at after the step before
+    finite: bool  # its own gradients of that step were, as those of a constant that is not
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -100,9 +105,9 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
         last_step=max(r.last for r in all_of),
         attempt=first.attempt,
         subject="loss",
-        severity="critical" if first.used else "note",
+        severity="critical" if first.used else "warning" if first.finite else "note",
         summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}"
-        + ("" if first.used else "; the program left it out of the update"),
+        + ("" if first.used else "; gradients and update stayed finite" if first.finite else LEFT_OUT),
         evidence=tuple(
             Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
             for r in born[:SHOWN]

@@ -82,3 +82,14 @@ def test_says_when_nobody_looked_at_the_step_before() -> None:
     assert ["parameter of step 6" in c for c in _found(rows)[0].cannot_conclude] == [True]
     rows.add("param", rank=0, step=6, stage="end", generation=1)
     assert _found(rows)[0].cannot_conclude == ()
+
+
+def test_a_loss_whose_own_gradients_were_finite_was_used_and_is_a_warning() -> None:
+    rows = _rows({1: [7]})
+    for rank in range(3):
+        rows.add("grad", rank=rank, step=7, stage="reduced", valid=True)
+        rows.add("grad", rank=rank, step=7, stage="local", valid=True)
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.severity) == ((1,), 7, "warning")
+    rows.connection.execute("UPDATE grad SET nonfinite = [0] WHERE stage = 'local' AND rank = 1")
+    assert [f.severity for f in _found(rows)] == ["note"]
