@@ -6,7 +6,8 @@ What stands out lies farther off than any rank's did in the window before it, tw
 a single step, and by a least factor. How often chance does that is not taken from a distribution, but from the order of
 exchangeable values: k steps in a row beyond all of the n before them have probability 1 / C(n + k, k), where of steps
 that resemble their neighbours only a share counts, and of single ones the share that falls on one of R ranks is
-binomial with 1 / R. Few single ones are enough where they are gross (see excess).
+binomial with 1 / R. Few single ones are enough where they are gross (see excess), and beside the rank's other tensors
+smaller ones are seen (see shares).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, Literal
 import numpy
 
 from .excess import gross
+from .median import median
+from .shares import shares
 
 NOTHING = 1e-45  # the smallest number of single precision stands for none in a logarithm
 FIRST = 5  # steps from which a rank's usual place is taken, at least
@@ -37,7 +40,7 @@ FEWEST = 3  # events of one rank, at least
 class Apart:
     """A rank that stands apart in one series at the positions `steps`, `factors` times its usual value."""
 
-    kind: Literal["lasting", "repeated", "gross"]
+    kind: Literal["lasting", "repeated", "gross", "share"]
     rank: int
     series: int
     first: int
@@ -48,7 +51,7 @@ class Apart:
 
 
 def apart(x: Any, alpha: float) -> Iterator[Apart]:
-    """Ranks that stand apart, each once, with the chance of a false one at most `alpha` for each of the three kinds."""
+    """Ranks that stand apart, each once, with the chance of a false one at most `alpha` for each of the four kinds."""
     ranks, steps, series = x.shape
     if ranks < 3 or steps <= BEFORE:
         return
@@ -106,8 +109,13 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
         if r not in found or first < found[r].first:
             factors = tuple(numpy.exp(off[r, list(far.steps), k]).tolist())
             found[r] = Apart("gross", r, k, first, far.steps[-1], far.steps, factors, far.chance)
+    for again in _repeated([e for e in events if e[1] not in found], ranks, alpha):
+        found[again.rank] = again
+    for share in shares(x, math.log(NOTHING), alpha):
+        if (r := share.rank) not in found:
+            steps_, k = share.steps, share.series
+            found[r] = Apart("share", r, k, steps_[0], steps_[-1], steps_, share.factors, share.chance)
     yield from found.values()
-    yield from _repeated([e for e in events if e[1] not in found], ranks, alpha)
 
 
 def _beside(x: Any) -> Any:
@@ -166,17 +174,3 @@ def _repeated(events: list[tuple[int, int, int, float]], ranks: int, alpha: floa
             k = max(set(series), key=series.count)
             factors = tuple(math.exp(here[at][1]) for at in positions)
             yield Apart("repeated", rank, k, positions[0], positions[-1], tuple(positions), factors, chance)
-
-
-def median(x: Any, axis: int) -> Any:
-    """Median without NaN; NaN where there is nothing else. Sorts, as nanmedian warns of empty slices."""
-    ordered = numpy.sort(x, axis=axis)  # NaN last
-    count = numpy.isfinite(x).sum(axis)
-    if (count == x.shape[axis]).all():  # nothing to be left out
-        low, high = ((x.shape[axis] - 1) // 2, x.shape[axis] // 2)
-        return (ordered.take(low, axis) + ordered.take(high, axis)) / 2
-    low = numpy.maximum(count - 1, 0) // 2
-    high = count // 2
-    at = [numpy.expand_dims(numpy.minimum(i, x.shape[axis] - 1), axis) for i in (low, high)]
-    a, b = (numpy.take_along_axis(ordered, i, axis).squeeze(axis) for i in at)
-    return numpy.where(count > 0, (a + b) / 2, numpy.nan)

@@ -18,7 +18,8 @@ import numpy
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
 from ..groups import interval, listed, unheard
-from ..outliers import BEFORE, NOTHING, Apart, apart, median
+from ..median import median
+from ..outliers import BEFORE, NOTHING, Apart, apart
 from ..reductions import CATALOGUE
 from ..tied import TIED
 from ..wording import counted
@@ -28,7 +29,7 @@ NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {
     "most_norms": 2_000_000,  # of single tensors that are judged: 2.1 s for 200 ranks by 100 steps by 100 tensors
 }
-ALPHA = 0.0016  # for each of three kinds of standing apart: all less than half of the 1 % that a run's rules share
+ALPHA = 0.0012  # for each of four kinds of standing apart: all less than half of the 1 % that a run's rules share
 SHOWN = 8
 # the norm of finite float32 or bfloat16 elements is said to be infinite when its square is: it is at least that large
 OVERFLOWN = math.sqrt(3.4028234663852886e38)
@@ -160,6 +161,10 @@ def _finding(odd: Apart, row: Row, ranks: Sequence[int], steps: Sequence[int], l
             f"at {counted(len(odd.steps), 'step')} from {first} to {last}, far beyond all that any rank had until then"
         )
         where += " and tails of logarithms no heavier than power 1.5"
+    elif odd.kind == "share":
+        how = f"{middle:.3g} times its usual share beside the rank's other tensors and its peers'"
+        when = f"at {counted(len(odd.steps), 'separate step')} from {first} to {last}, on no other rank as often"
+        where = "ranks are alike and steps apart independent"
     else:
         when = f"at {counted(len(odd.steps), 'step')} from {first} to {last}, on no other rank as often"
     loss = _loss(odd, losses)

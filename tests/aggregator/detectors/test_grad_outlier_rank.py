@@ -14,9 +14,9 @@ from tdbg.aggregator.findings import Finding
 STEPS = 60
 
 
-def _run(ranks: int = 4, steps: int = STEPS, sharing: str = "ddp") -> Rows:
+def _run(ranks: int = 4, steps: int = STEPS, sharing: str = "ddp", names: str = "ab") -> Rows:
     """Own gradients and losses that vary by some tenths; every rank has a level of its own."""
-    rows = catalogue(Rows(), ranks, "a", "b", sharing=sharing)
+    rows = catalogue(Rows(), ranks, *names, sharing=sharing)
     for rank in range(ranks):
         drawn = random.Random(rank)
         for step in range(1, steps + 1):
@@ -64,6 +64,18 @@ def test_names_the_tensor_that_is_odd_again_and_again() -> None:
     rows.connection.execute("UPDATE grad SET l2 = [l2[1], l2[2] * 200] WHERE rank = 1 AND step >= 30 AND step % 3 = 0")
     (found,) = _found(rows)
     assert (found.ranks, found.first_step) == ((1,), 30)
+
+
+def test_names_the_tensor_whose_share_is_odd_behind_batches_that_move_all() -> None:
+    rows = _run(names="abcde")
+    rows.connection.execute("UPDATE grad SET l2 = [l2[1], l2[2], l2[1] * 1.1, l2[2] * 0.9, l2[1] * 2]")
+    rows.connection.execute("UPDATE grad SET l2 = list_transform(l2, lambda x: x * exp(hash(rank * 1000 + step) % 3))")
+    assert _found(rows, "CLEAR") == []
+    rows.connection.execute("UPDATE grad SET l2 = list_concat(l2[:4], [l2[5] * 6]) "
+                            "WHERE rank = 1 AND step >= 24 AND step % 4 = 0")  # fmt: skip
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step, found.subject, found.severity) == ((1,), 24, "e", "warning")
+    assert "its usual share beside the rank's other tensors" in found.summary
 
 
 GROSS = "rank = 1 AND step IN (26, 33, 40)"
