@@ -111,10 +111,12 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
             found[r] = Apart("gross", r, k, first, far.steps[-1], far.steps, factors, far.chance)
     for again in _repeated([e for e in events if e[1] not in found], ranks, alpha):
         found[again.rank] = again
-    for share in shares(x, math.log(NOTHING), alpha):
-        if (r := share.rank) not in found:
-            steps_, k = share.steps, share.series
-            found[r] = Apart("share", r, k, steps_[0], steps_[-1], steps_, share.factors, share.chance)
+    for one_of in shares(x, math.log(NOTHING), alpha):
+        if one_of.rank not in found:
+            found[one_of.rank] = Apart(
+                "share", one_of.rank, one_of.series, one_of.steps[0], one_of.steps[-1], one_of.steps, one_of.factors,
+                one_of.chance,
+            )  # fmt: skip
     yield from found.values()
 
 
