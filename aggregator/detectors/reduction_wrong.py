@@ -134,7 +134,7 @@ def _left(rows: Sequence[Row], off: Sequence[Row], cause: Cause) -> Finding:
     )  # fmt: skip
 
 
-def _factor(kept: Sequence[Row]) -> Iterator[Finding]:
+def _factor(kept: Sequence[Row]) -> Iterator[Finding | Abstention]:
     """The common factor itself, where it is one and the same at all steps and neither clipping nor a scale is in it."""
     if any(r.rescaled for r in kept):
         return
@@ -160,11 +160,15 @@ def _factor(kept: Sequence[Row]) -> Iterator[Finding]:
         yield _note(kept, says, factor, "warning" if fewer else "note", check)
 
 
-def _changed(kept: Sequence[Row]) -> Iterator[Finding]:
+def _changed(kept: Sequence[Row]) -> Iterator[Finding | Abstention]:
     """The factor was constant, and is another constant from some step on."""
     at = next((k for k in range(1, len(kept)) if not _share(kept[: k + 1])), len(kept))
     before, after = kept[:at], kept[at:]
     if min(len(before), len(after)) < LAW_STEPS or not _share(after):
+        if len(before) >= LAW_STEPS > len(after) > 0:  # else clipping, which differs from step to step
+            why = f"the factor between the ranks' own and the reduced gradient changed at step {after[0].step}: too " \
+                  "few steps were looked at since then to tell another divisor from clipping"  # fmt: skip
+            yield Abstention("INSUFFICIENT_EVIDENCE", why)
         return
     old, new = _middle(before[-1], False), _middle(after[0], False)
     says = f"is the sum of the ranks' own times {new:.6g}; until then it was times {old:.6g}"

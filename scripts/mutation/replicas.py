@@ -174,14 +174,14 @@ _OUTLIER = {
 
 @fault("GRAD_OUTLIER_RANK", wraps=["ddp"], models=("mlp", "wide", "lstm", "untied"), **_OUTLIER)
 def gradient_scaled(d: Drawn) -> Truth:
-    rank, step = d.rank(), d.step(10, 50)
+    rank, step = d.rank(), d.step(24, 44)
     d.plant("grad_scaled", rank=rank, step=step, amount=d.chance.choice((4.0, 8.0, 16.0)))
     return Truth(("GRAD_OUTLIER_RANK",), (rank,), None, True, "", ("GRAD_SPIKE",))
 
 
 @fault("GRAD_OUTLIER_RANK", wraps=["ddp", "fsdp2"], models=("wide", "untied"), **_OUTLIER)
 def backward_scaled(d: Drawn) -> Truth:
-    rank, step = d.rank(), d.step(10, 50)
+    rank, step = d.rank(), d.step(24, 44)
     d.plant("all_scaled", rank=rank, step=step, amount=d.chance.choice((4.0, 8.0, 16.0)))
     return Truth(("GRAD_OUTLIER_RANK",), (rank,), None, True, "", ("GRAD_SPIKE",))
 

@@ -274,3 +274,8 @@ def test_where_ranks_run_other_numbers_of_backwards_nothing_is_held_against_the_
     rows.connection.execute("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 6")
     rows.connection.execute("UPDATE delivered SET sketch = [x * 3 FOR x IN sketch] WHERE step >= 6")
     assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_another_divisor_seen_at_too_few_steps_is_left_open() -> None:
+    late = lambda r, step, t: 0.125 if step >= 7 else 0.25  # noqa: E731
+    assert _found(_run(late, hook="averaged", steps=8), "INSUFFICIENT_EVIDENCE") == []
