@@ -156,7 +156,7 @@ class Feed:
             batches = torch.utils.data.BatchSampler(self.sampler, batch, drop_last=False)
             return DataLoader(self.rows, batch_sampler=batches, **options)
         if kind == "stateful":
-            from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+            from torchdata.stateful_dataloader import StatefulDataLoader
 
             return StatefulDataLoader(self.rows, batch, sampler=self.sampler, **options)
         return DataLoader(self.rows, batch, sampler=self.sampler, **options)
