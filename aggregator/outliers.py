@@ -62,6 +62,7 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
     off = numpy.full((steps, ranks, series), numpy.nan)  # from each rank's usual place, as far as known by then
     plain = numpy.zeros((steps, ranks, series), bool)  # with a deviation, none found to be odd
     farthest = numpy.zeros((steps, series))  # plain deviation of any rank
+    steepest = numpy.zeros((steps, series))  # and change since the step before
     until = numpy.zeros((ranks, series), int)  # where a lasting difference ends
     lasting: dict[int, list[Apart]] = {}
     events: list[tuple[int, int, int, float]] = []  # position, rank, series, deviation
@@ -89,7 +90,10 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
                     chance = tests * _in_a_row(before * share, len(known) * share)
                     lasting.setdefault(r, []).append(Apart("lasting", r, k, at, where[-1], where, factors, chance))
                     until[r, k] = at + run
-                elif abs(off[at, r, k]) > max(FURTHER * least, ONCE):
+                elif abs(off[at, r, k]) > max(FURTHER * least, ONCE) and abs(off[at, r, k] - off[at - 1, r, k]) > float(
+                    steepest[window, k].max()
+                ):
+                    # what wanders off is alike for many steps and no event at each of them: an event is a jump
                     events.append((at, r, k, float(off[at, r, k])))
                     run = 1
                 else:
@@ -98,18 +102,21 @@ def apart(x: Any, alpha: float) -> Iterator[Apart]:
                 held[r, at : at + run, k] = numpy.nan
                 places[:, k, at : at + run] = _beside(held[:, at : at + run, k])
         farthest[at] = numpy.max(numpy.abs(off[at]), axis=0, where=plain[at], initial=0.0)
+        both = plain[at] & plain[at - 1]
+        steepest[at] = numpy.max(numpy.abs(off[at] - off[at - 1]), axis=0, where=both, initial=0.0)
     found: dict[int, Apart] = {}
     for several in lasting.values():
         soon = min(a.first for a in several) + SOON
         one = min((a for a in several if a.first <= soon), key=lambda a: a.series)
         found[one.rank] = one
+    alike = {k: 1 / _independent(off[:, :, k], plain[:, :, k]) for k in {e[2] for e in events}}
     off = off.transpose(1, 0, 2)
     for far in gross(x, off, math.log(NOTHING), alpha):
         r, k, first = far.rank, far.series, far.steps[0]
         if r not in found or first < found[r].first:
             factors = tuple(numpy.exp(off[r, list(far.steps), k]).tolist())
             found[r] = Apart("gross", r, k, first, far.steps[-1], far.steps, factors, far.chance)
-    for again in _repeated([e for e in events if e[1] not in found], ranks, alpha):
+    for again in _repeated(_separate([e for e in events if e[1] not in found], alike), ranks, alpha):
         found[again.rank] = again
     for one_of in shares(x, math.log(NOTHING), alpha):
         if one_of.rank not in found:
@@ -156,6 +163,17 @@ def _needed(before: float, tests: float, alpha: float, share: float) -> float:
 def _in_a_row(before: float, after: float) -> float:
     """1 / C(before + after, after), between whole numbers too."""
     return math.exp(math.lgamma(before + 1) + math.lgamma(after + 1) - math.lgamma(before + after + 1))
+
+
+def _separate(events: list[tuple[int, int, int, float]], alike: dict[int, float]) -> list[tuple[int, int, int, float]]:
+    """One event for each time that a rank leaves its range: within `alike` steps of a series neighbours are one."""
+    kept, before = [], dict[int, int]()
+    for event in sorted(events):
+        at, rank, k, _ = event
+        if at == before.get(rank, at) or at - before[rank] > alike[k]:
+            kept.append(event)
+        before[rank] = at
+    return kept
 
 
 def _repeated(events: list[tuple[int, int, int, float]], ranks: int, alpha: float) -> Iterator[Apart]:

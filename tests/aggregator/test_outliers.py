@@ -117,3 +117,15 @@ def test_steps_without_a_value_neither_hide_nor_make_an_outlier():
     x[1, 50:] += numpy.log(16)
     (found,) = apart(x, ALPHA)
     assert (found.rank, found.first) == (1, 50)
+
+
+def test_noise_that_wanders_makes_no_events_of_its_own() -> None:
+    """AR(1) noise of correlation 0.95: what lies far off does so for many steps, and began with no jump."""
+    for seed in range(40):
+        drawn = numpy.random.default_rng([seed, 95])
+        batch, own = drawn.standard_t(3, (8, 300, 1)) * 0.3, drawn.normal(0, 0.2, (8, 300, 6))
+        for at in range(1, 300):
+            batch[:, at] += 0.95 * batch[:, at - 1]
+            own[:, at] += 0.95 * own[:, at - 1]
+        x = batch * drawn.uniform(0.3, 1.6, 6) + own
+        assert [a.kind for a in apart(x, 0.0012) if a.kind == "repeated"] == []
