@@ -113,7 +113,7 @@ class Following:
                 return original(loader)
             skip = getattr(loader, "skip_batches", 0)
             dispatches = hasattr(type(loader), "_fetch_batches")
-            ranks = getattr(loader.state, "num_processes", 1) if dispatches else 0
+            ranks = getattr(getattr(loader, "state", None), "num_processes", 1) if dispatches else 0
             waiting = Waiting(skip if isinstance(skip, int) else 0, dispatches, ranks)
             return self._follow(loader, original(loader), waiting)
 
@@ -130,7 +130,7 @@ class Following:
                 guard.attempt(self.off, self._hand_next, waiting, box)
                 yield box.pop()
         finally:
-            generator.close()
+            getattr(generator, "close", lambda: None)()  # a plain iterator has none
             if getattr(loader, "end_of_dataloader", False):  # trainers that count leave at the last batch
                 guard.attempt(self.off, self.end, waiting)
 

@@ -27,10 +27,7 @@ PARAMS = {
 # of batches does not tell: the data set's length stands for it.
 SQL = """
 WITH pass AS (
-    SELECT rank, attempt, pid, loader, iterator, whole,
-           dense_rank() OVER (PARTITION BY rank, attempt ORDER BY pid, loader) AS nth_loader,
-           row_number() OVER (PARTITION BY rank, attempt, pid, loader ORDER BY iterator) AS nth_pass
-    FROM training_pass
+    SELECT rank, attempt, pid, loader, iterator, whole, nth_loader, nth_pass FROM training_pass
 ), taken AS (
     SELECT rank, attempt, pid, loader, iterator, count(*) AS batches, sum(greatest(samples, 0)) AS samples,
            sum(len(ids)) AS ids, min(step) AS first_step, max(step) AS last_step

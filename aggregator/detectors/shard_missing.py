@@ -28,10 +28,7 @@ PARAMS = {
 # when any other loader over that data set, of evaluation or training, handed it out.
 SQL = """
 WITH pass AS (
-    SELECT rank, attempt, pid, loader, iterator, whole,
-           dense_rank() OVER (PARTITION BY rank, attempt ORDER BY pid, loader) AS nth_loader,
-           row_number() OVER (PARTITION BY rank, attempt, pid, loader ORDER BY iterator) AS nth_pass
-    FROM training_pass
+    SELECT rank, attempt, pid, loader, iterator, whole, nth_loader, nth_pass FROM training_pass
 ), alone AS (
     SELECT rank, attempt FROM tensor WHERE kind = 'param' GROUP BY ALL HAVING bool_and(sharing = 'plain' AND peers = '')
 ), taken AS (

@@ -29,26 +29,19 @@ PARAMS = {
 # whatever it pads at the end (DistributedSampler) or wraps around to (endless samplers). `key` is the id, or the digest
 # of a sample that has no id. Ranks are compared with those that train the same model: `peers`, by `relation`.
 SQL = """
-WITH agreed AS (  -- unwrapped models whose weights agree after one of the first updates: replicas, reduced by hand
-    SELECT DISTINCT attempt FROM (
-        SELECT attempt FROM param WHERE stage = 'end' AND len(digest) > 0 AND step <= 128 GROUP BY attempt, step
-        HAVING min(rank) <> max(rank) AND min(hash(tensors, digest)) = max(hash(tensors, digest)))
-), relation AS (
+WITH relation AS (
     SELECT rank, attempt,
            CASE WHEN bool_or(sharing IN ('ddp', 'late', 'hook') AND peers <> '') THEN 'replicas'
                 WHEN bool_or(sharing = 'sharded') THEN
                      CASE WHEN bool_or(regexp_matches(model_type, '^(FSDP|FullyShardedDataParallel)')) THEN 'fsdp'
                           ELSE 'sharded' END
-                WHEN bool_or(peers <> '' AND attempt IN (SELECT attempt FROM agreed)) THEN 'plain'
+                WHEN bool_or(peers <> '' AND attempt IN (SELECT attempt FROM reduced_by_hand)) THEN 'plain'
                 WHEN bool_or(peers <> '') THEN 'apart' ELSE 'unknown' END AS relation,
            coalesce(max(peers) FILTER (sharing IN ('ddp', 'late', 'hook')), '') AS ddp_peers,
            hash(list(DISTINCT (name, shape)).list_sort()) AS signature
     FROM tensor WHERE kind = 'param' GROUP BY ALL
 ), pass AS (
-    SELECT rank, attempt, pid, loader, iterator, whole,
-           dense_rank() OVER (PARTITION BY rank, attempt ORDER BY pid, loader) AS nth_loader,
-           row_number() OVER (PARTITION BY rank, attempt, pid, loader ORDER BY iterator) AS nth_pass
-    FROM training_pass
+    SELECT rank, attempt, pid, loader, iterator, whole, nth_loader, nth_pass FROM training_pass
 ), split AS (
     SELECT rank, attempt, pid, sampler, any_value(class_name) AS class_name, max(num_replicas) AS replicas,
            max(dataset_length) AS length

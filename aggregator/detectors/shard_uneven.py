@@ -21,14 +21,10 @@ CODE = "SHARD_UNEVEN"
 NEEDS = {"batch": 1, "loader": 1}
 PARAMS: dict[str, object] = {}
 
-# Loaders and passes are matched by their order among those that feed training: an extra evaluation on one rank shifts
-# nothing. The last batch of a pass may be shorter and says nothing about the batch size.
+# The last batch of a pass may be shorter and says nothing about the batch size.
 SQL = """
 WITH pass AS (
-    SELECT rank, attempt, pid, loader, iterator, whole,
-           dense_rank() OVER (PARTITION BY rank, attempt ORDER BY pid, loader) AS nth_loader,
-           row_number() OVER (PARTITION BY rank, attempt, pid, loader ORDER BY iterator) AS nth_pass
-    FROM training_pass
+    SELECT rank, attempt, pid, loader, iterator, whole, nth_loader, nth_pass FROM training_pass
 ), sized AS (
     SELECT *, index < max(index) OVER (PARTITION BY rank, attempt, pid, loader, iterator) AS inner_batch
     FROM training_batch
@@ -40,13 +36,9 @@ WITH pass AS (
     FROM sized GROUP BY ALL
 ), joined AS (
     SELECT attempt FROM event WHERE kind = 'join' GROUP BY attempt
-), agreed AS (  -- unwrapped models whose weights agree after one of the first updates: replicas, reduced by hand
-    SELECT DISTINCT attempt FROM (
-        SELECT attempt FROM param WHERE stage = 'end' AND len(digest) > 0 AND step <= 128 GROUP BY attempt, step
-        HAVING min(rank) <> max(rank) AND min(hash(tensors, digest)) = max(hash(tensors, digest)))
 ), alone AS (
     SELECT rank, attempt FROM tensor WHERE kind = 'param' GROUP BY ALL
-    HAVING bool_and(sharing = 'plain' AND (peers = '' OR attempt NOT IN (SELECT attempt FROM agreed)))
+    HAVING bool_and(sharing = 'plain' AND (peers = '' OR attempt NOT IN (SELECT attempt FROM reduced_by_hand)))
 )
 SELECT p.attempt, p.nth_loader, p.nth_pass, p.rank, l.batches, t.batches, t.samples, p.whole, t.sized, t.smallest,
        t.largest, t.first_step, t.last_step, l.sampler_class, p.attempt IN (SELECT attempt FROM joined),

@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from kit.agent import record
 from kit.numbers import Numbers
+from tdbg.rankagent.readahead import Following
 
 
 def values(batch):
@@ -288,3 +289,14 @@ def test_the_innermost_sampler_and_the_batching_are_told_apart(tmp_path, form):
     assert [ids for _, ids in consumed(rows)] == got
     first = rows["loader"][0]
     assert (first["sampler_class"], first["batch_size"], first["drop_last"], first["shuffle"]) == expected
+
+
+def test_a_dispatcher_that_keeps_its_number_of_processes_elsewhere_is_followed_all_the_same():
+    class Later:
+        def _fetch_batches(self, iterator):
+            return iterator
+
+    following = Following(
+        lambda: True, pytest.fail, lambda *handed: None, lambda waiting: None, lambda original: original
+    )
+    assert list(following._whole_pass(lambda loader: iter([1, 2]))(Later())) == [1, 2]
