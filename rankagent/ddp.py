@@ -35,11 +35,10 @@ def install(hooks: Hooks, forward: Forward) -> Undo:
         return _pre_forward
 
     def after_forward(original: Any) -> Any:
-        def _post_forward(ddp: Any, output: Any) -> Any:
-            if compiling():
-                return original(ddp, output)
-            forward.end()
-            return original(ddp, output)
+        def _post_forward(ddp: Any, *args: Any) -> Any:
+            if not compiling():
+                forward.end()
+            return original(ddp, *args)
 
         return _post_forward
 

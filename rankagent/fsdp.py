@@ -59,10 +59,10 @@ class Units:
         return self._hooks.agent.watching and self._hooks.in_backward and self._hooks.recordable()
 
     def before_fsdp1(self, original: Any) -> Any:
-        def reduce_grad(state: Any, handle: Any) -> Any:
+        def reduce_grad(*args: Any, **kwargs: Any) -> Any:
             if self._watched():
-                guard.attempt(self._off, self._fsdp1, state, handle)
-            return original(state, handle)
+                guard.attempt(self._off, self._fsdp1, *args)
+            return original(*args, **kwargs)
 
         return reduce_grad
 
@@ -79,10 +79,10 @@ class Units:
     def before_fsdp2(self, original: Any) -> Any:
         signature = inspect.signature(original)
 
-        def foreach_reduce(fsdp_params: Any, unsharded_grads: Any, *args: Any, **kwargs: Any) -> Any:
+        def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
             if self._watched():
-                guard.attempt(self._off, self._fsdp2, signature, (fsdp_params, unsharded_grads, *args), kwargs)
-            return original(fsdp_params, unsharded_grads, *args, **kwargs)
+                guard.attempt(self._off, self._fsdp2, signature, args, kwargs)
+            return original(*args, **kwargs)
 
         return foreach_reduce
 
@@ -90,12 +90,12 @@ class Units:
         told = signature.bind(*args, **kwargs).arguments
         if told.get("all_reduce_hook") is not None:
             return
-        grads = args[1]
+        params, grads = told["fsdp_params"], told["unsharded_grads"]
         # hybrid forms may put the last part of the reduction off to a later backward
         last = told.get("all_reduce_grads", True) and told.get("partial_reduce_output") is None
         by_torch = type(told.get("reduce_scatter_comm")).__module__.startswith(("torch.", "builtins"))
         found = [(p.sharded_param, g.detach(), last and by_torch and _untouched(p.sharded_param))
-                 for p, g in zip(args[0], grads, strict=True)]  # fmt: skip
+                 for p, g in zip(params, grads, strict=True)]  # fmt: skip
         self._fire(found, told.get("gradient_divide_factor"), told.get("reduce_dtype") or grads[0].dtype)
 
     def _fire(self, found: list[tuple[Any, Any, bool]], divisor: float | None, dtype: Any) -> None:
@@ -156,10 +156,10 @@ class Forwards:
     def fsdp2_begins(self, original: Any) -> Any:
         """FSDP2 has no forward of its own: its hooks run around the module's."""
 
-        def _root_pre_forward(state: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        def _root_pre_forward(state: Any, *args: Any) -> Any:  # module, its arguments, its keyword arguments
             if torchprivate.fsdp2_no_root_runs(state) and self._hooks.active():
-                guard.attempt(self._off, self._begin, module, args, kwargs)
-            return original(state, module, args, kwargs)
+                guard.attempt(self._off, self._begin, *args)
+            return original(state, *args)
 
         return _root_pre_forward
 
