@@ -19,7 +19,9 @@ from typing import Any
 
 import psutil
 
+from tdbg.aggregator.outputs.json import dumps, verdicts
 from tdbg.aggregator.store import Store
+from tdbg.aggregator.verdict import judge
 
 BIN = Path(sys.executable).parent
 TORCHRUN, TDBG_RUN = str(BIN / "torchrun"), str(BIN / "tdbg-run")
@@ -27,11 +29,12 @@ TRIES = 3
 LIMIT_S = 150.0
 ABORTED = "terminate called without an active exception"
 _OURS = ("TDBG_", "TORCHELASTIC_", "MASTER_")
+_SPLITS_LINES = "PYTHONUNBUFFERED"  # each part of a print is then a write of its own, and ranks' lines mix
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without what another run may have left in it; one thread a rank."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k != _SPLITS_LINES}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
@@ -78,8 +81,10 @@ class Ended:
 
     @cached_property
     def verdict(self) -> dict[str, Any]:
-        """`tdbg verdicts RUN --json`."""
-        return tdbg("verdicts", str(self.run), "--json")
+        """What `tdbg verdicts RUN --json` prints, made in this process: starting a program takes a second each time."""
+        with Store(self.run) as store:
+            said: dict[str, Any] = json.loads(dumps(verdicts(judge(store))))
+        return said
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
         """A query over the run's tables."""
@@ -175,14 +180,3 @@ def run(folder: Path, spec: Spec, recorded: bool = True, limit_s: float = LIMIT_
 def both(folder: Path, spec: Spec, act: Any = None) -> tuple[Ended, Ended]:
     """The same job under torchrun and under tdbg-run."""
     return run(folder, spec, recorded=False, act=act), run(folder, spec, act=act)
-
-
-def tdbg(*arguments: str) -> dict[str, Any]:
-    """The object that a `tdbg` command prints."""
-    done = subprocess.run(
-        [str(BIN / "tdbg"), *arguments], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    if done.returncode:
-        raise AssertionError(f"tdbg {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
