@@ -29,12 +29,11 @@ TRIES = 3
 LIMIT_S = 150.0
 ABORTED = "terminate called without an active exception"
 _OURS = ("TDBG_", "TORCHELASTIC_", "MASTER_")
-_SPLITS_LINES = "PYTHONUNBUFFERED"  # each part of a print is then a write of its own, and ranks' lines mix
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without what another run may have left in it; one thread a rank."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS) and k != _SPLITS_LINES}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
