@@ -52,8 +52,8 @@ def gross(x: Any, off: Any, nothing: float, alpha: float) -> Iterator[Gross]:
     x = numpy.where(x > nothing + 1, x, numpy.nan)  # what has no value grows without end when it gets one
     off = numpy.where(numpy.isfinite(x) & (numpy.isfinite(x).sum(0) >= 3), off, numpy.nan)
     with numpy.errstate(all="ignore"):
-        reach = _before(_largest(numpy.abs(off), 0.0), RANGE)
-        excess = numpy.minimum(off, x - _before(_largest(x, -math.inf), -math.inf))
+        reach = _before(largest(numpy.abs(off), 0.0), RANGE)
+        excess = numpy.minimum(off, x - _before(largest(x, -math.inf), -math.inf))
         possible = (excess > numpy.maximum(FAR * reach, LEAST_FACTOR)).any(1)
     found: dict[int, list[Gross]] = {}
     whole = x[:, :, 0][numpy.isfinite(x[:, :, 0])]
@@ -61,14 +61,15 @@ def gross(x: Any, off: Any, nothing: float, alpha: float) -> Iterator[Gross]:
     for r, k in zip(*(i.tolist() for i in numpy.nonzero(possible)), strict=True):
         events, rate = _events(x[:, :, k], off[:, :, k], r, floor)
         tests = 2 * ranks * (1 if k == 0 else series - 1)
-        chance = tests * _chance(_separate(events), rate / ranks) if events else 1.0
+        chance = tests * chance_of(rows_of(events), rate / ranks) if events else 1.0
         if chance <= alpha:
             found.setdefault(r, []).append(Gross(r, k, tuple(events), chance))
     for several in found.values():  # ordered by series: a single one says more than the whole, of many the whole does
         yield several[-1 if len(several) <= 2 else 0]
 
 
-def _largest(x: Any, otherwise: float) -> Any:
+def largest(x: Any, otherwise: float) -> Any:
+    """Largest value of any rank that has one."""
     return numpy.max(numpy.where(numpy.isfinite(x), x, otherwise), axis=0)
 
 
@@ -80,7 +81,7 @@ def _before(x: Any, first: float) -> Any:
 def _events(x: Any, off: Any, rank: int, floor: float) -> tuple[dict[int, float], float]:
     """Steps at which the rank lies beyond all others and how often the range, and the records to expect."""
     others = numpy.arange(len(x)) != rank
-    peers, peaks = _largest(numpy.abs(off[others]), 0.0).tolist(), _largest(x[others], -math.inf).tolist()
+    peers, peaks = largest(numpy.abs(off[others]), 0.0).tolist(), largest(x[others], -math.inf).tolist()
     own, mine = off[rank].tolist(), x[rank].tolist()
     events: dict[int, float] = {}
     reach, peak, seen, rate = RANGE, -math.inf, 0, 0.0
@@ -99,7 +100,7 @@ def _events(x: Any, off: Any, rank: int, floor: float) -> tuple[dict[int, float]
     return events, rate
 
 
-def _separate(events: dict[int, float]) -> list[float]:
+def rows_of(events: dict[int, float]) -> list[float]:
     """The farthest of each row of neighbouring steps: neighbours in time may be alike."""
     rows: list[float] = []
     last = -2
@@ -112,7 +113,7 @@ def _separate(events: dict[int, float]) -> list[float]:
     return rows
 
 
-def _chance(times: list[float], records: float) -> float:
+def chance_of(times: list[float], records: float) -> float:
     """Probability that one rank's events lie together as far out as these."""
     total = EXPONENT * sum(math.log(c) for c in times)
     least = EXPONENT * math.log(FAR)

@@ -4,8 +4,10 @@ A hard batch makes all gradients of its rank larger, each tensor's by a slope of
 taken beside the median of the same rank's other tensors at the same step, times the slope that tensor has on all ranks.
 An event lies beyond 1.5 times what any rank's did in the window before it, while no other tensor of the rank left its
 range: experts that are chosen, or layers that a rare sample reaches, move several. Events are set aside on every rank
-alike, so which rank each of them falls on is all that is judged: given how many a tensor has, the share of one of R
-ranks is binomial with 1 / R, whatever tails, jumps and levels the shares have, as long as the ranks' data are alike.
+alike, and judged in two ways, each with half of the allowed chance. First by which rank each falls on: given how many a
+tensor has, the share of one of R ranks is binomial with 1 / R, whatever tails, jumps and levels the shares have, as
+long as the ranks' data are alike. Then by how far they lie out, as in `excess`: of three ranks eight events are needed
+where only their number counts, three or four where each is many times the range of all others.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from .excess import FAR, chance_of, largest, rows_of
 from .median import median
 
 WINDOW = 100  # steps before that a value is held against, at most: training changes
@@ -26,6 +29,7 @@ AGAIN = 10  # steps after which the usual place is taken anew: sorting for every
 OTHERS = 3  # tensors beside the one that is judged: the median of fewer follows each of them
 FURTHER = 1.5  # times the largest deviation of the window: of 200 normal tensors the farthest stays below 1.4
 LEAST_FACTOR = math.log(2.0)
+RANGE = math.log(1.1)  # of a share, at least: what has hardly varied so far may yet
 FEWEST = 3  # events of one tensor, at least
 
 
@@ -55,19 +59,45 @@ def shares(x: Any, nothing: float, alpha: float) -> Iterator[Share]:
     others = _others(off)
     # before it is held beside its peers: among batches that differ much, one odd value moves the median of few ranks
     own = _off(own - _slopes(off, others) * others)
-    events = _events(own)
+    found: dict[int, Share] = {}
+    for r, k, positions, chance in (*_counted(own, events := _events(own)), *_far(own, events)):
+        if 2 * chance <= alpha and (r not in found or 2 * chance < found[r].chance):
+            factors = tuple(numpy.exp(own[r, positions, k]).tolist())
+            found[r] = Share(r, 1 + k, tuple(positions), factors, 2 * chance)
+    yield from found.values()
+
+
+def _counted(own: Any, events: Any) -> Iterator[tuple[int, int, list[int], float]]:
+    """Rank, series and positions of events, with the chance that so many of the series fall on one rank."""
+    ranks = len(own)
     several = numpy.nonzero(events.sum((0, 1)) >= FEWEST)[0].tolist()
     counted = [(k, _separate(events[:, :, k], own[:, :, k])) for k in several]
     counted = [(k, rows) for k, rows in counted if sum(map(len, rows)) >= FEWEST]
-    found: dict[int, Share] = {}
     for k, rows in counted:
         total = sum(map(len, rows))
         for r, positions in enumerate(rows):
-            chance = len(counted) * ranks * _binomial(total, len(positions), 1 / ranks)
-            if len(positions) >= FEWEST and chance <= alpha and (r not in found or chance < found[r].chance):
-                factors = tuple(numpy.exp(own[r, positions, k]).tolist())
-                found[r] = Share(r, 1 + k, tuple(positions), factors, chance)
-    yield from found.values()
+            if len(positions) >= FEWEST:
+                yield r, k, positions, len(counted) * ranks * _binomial(total, len(positions), 1 / ranks)
+
+
+def _far(own: Any, events: Any) -> Iterator[tuple[int, int, list[int], float]]:
+    """The same for events above the usual share, with the chance that they lie so far out."""
+    ranks, _, series = own.shape
+    for r, k in zip(*(i.tolist() for i in numpy.nonzero(events.sum(1) >= FEWEST)), strict=True):
+        reach, seen, records, far = RANGE, 0, 0.0, dict[int, float]()
+        peers = largest(numpy.abs(own[numpy.arange(ranks) != r, :, k]), 0.0).tolist()
+        for at, deviation in enumerate(own[r, :, k].tolist()):
+            reach = max(reach, peers[at])
+            if math.isnan(deviation):
+                continue
+            records += 1 / (seen + 1) if seen >= LEAST else 0.0
+            if seen < LEAST or deviation <= max(FAR * reach, LEAST_FACTOR):
+                reach = max(reach, abs(deviation))
+            elif events[r, at, k]:
+                far[at] = deviation / reach
+            seen += 1
+        if len(far) >= FEWEST:
+            yield r, k, list(far), ranks * series * chance_of(rows_of(far), records / ranks)
 
 
 def _off(x: Any) -> Any:

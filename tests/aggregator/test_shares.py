@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy
 import pytest
 
 from tdbg.aggregator.outliers import Apart, apart
+from tdbg.aggregator.shares import shares
 
 ALPHA = 0.0012
+NOTHING = math.log(1e-45)
 STEPS = numpy.array([27, 35, 42, 51, 64, 70, 83, 97])
 SLOPES = numpy.array([0.4, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5, 0.6])
 
 
-def _norms(seed: int, ranks: int = 4, steps: int = 120) -> numpy.ndarray:
+def _norms(seed: int, ranks: int = 4, steps: int = 120, spread: float = 0.7) -> numpy.ndarray:
     """Batches that move all tensors of a rank several-fold, each tensor by a slope of its own; levels of their own."""
     rng = numpy.random.default_rng(seed)
-    batch = 0.7 * rng.standard_t(3, (ranks, steps, 1))
+    batch = spread * rng.standard_t(3, (ranks, steps, 1))
     level = rng.normal(0, 0.5, (ranks, 1, 8)) + numpy.cumsum(rng.normal(0, 0.1, (1, steps, 8)), 1)
     return level + SLOPES * batch + rng.normal(0, 0.05, (ranks, steps, 8))
 
 
+def _with_whole(x: numpy.ndarray) -> numpy.ndarray:
+    return numpy.concatenate([numpy.log(numpy.exp(2 * x).sum(2, keepdims=True)) / 2, x], 2)
+
+
 def _found(x: numpy.ndarray) -> list[Apart]:
-    whole = numpy.log(numpy.exp(2 * x).sum(2, keepdims=True)) / 2
-    return list(apart(numpy.concatenate([whole, x], 2), ALPHA))
+    return list(apart(_with_whole(x), ALPHA))
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 8])
@@ -35,6 +42,24 @@ def test_one_tensor_that_is_odd_again_and_again_is_found_behind_batches_that_mov
         assert (found.kind, found.rank, found.series) == ("share", 1, 6)
         assert len(set(found.steps) - set(STEPS.tolist())) <= 1
         assert found.chance <= ALPHA
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_few_events_are_enough_where_each_lies_many_times_as_far_off_as_any_rank_did(ranks):
+    for seed in range(10):
+        x = _norms(seed, ranks, spread=0.2)
+        x[2, STEPS[1:6], 5] += numpy.log([30, 60, 20, 45, 25])
+        (found,) = shares(_with_whole(x), NOTHING, ALPHA)
+        assert (found.rank, found.series) == (2, 6)
+        assert set(found.steps) <= set(STEPS[1:6].tolist())
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03])
+def test_rare_jumps_far_out_that_any_rank_may_have_name_nobody(share):
+    for seed in range(20):
+        x = _norms(seed, 3)
+        x[:, :, 5] += numpy.log(30) * (numpy.random.default_rng([seed, 2]).random((3, 120)) < share)
+        assert [found for found in _found(x) if found.kind == "share"] == []
 
 
 def test_several_tensors_that_move_together_are_experts_or_rare_layers_and_name_nobody():
