@@ -24,6 +24,7 @@ PARAMS: Mapping[str, object] = {
 SHOWN = 8
 LEFT_OUT = "; the program left it out of the update"
 UNSEEN = "whether it began in a gradient or parameter of step {}, which were not looked at"
+SPREAD = ", and on which rank: the reduction hands it to all"
 
 # A non-finite loss under a loss scale whose step was skipped (or is not over yet) is forgiven, unless `settling` of
 # them follow each other.
@@ -97,6 +98,7 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
     first = born[0]
     ranks = tuple(r.rank for r in born)
     followed = [r for r in all_of if r.first > first.first]
+    unseen = UNSEEN.format(first.first - 1) + (SPREAD if len(ranks) > 1 else "")
     after = f"; {listed(r.rank for r in followed)} followed at step {followed[0].first}" if followed else ""
     return Finding(
         ranks=ranks,
@@ -112,6 +114,6 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
             Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
             for r in born[:SHOWN]
         ),
-        cannot_conclude=() if first.looked or first.first == 1 else (UNSEEN.format(first.first - 1),),
+        cannot_conclude=() if first.looked or first.first == 1 else (unseen,),
         next_check="look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
     )

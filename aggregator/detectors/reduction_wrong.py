@@ -29,6 +29,7 @@ PARAMS: Mapping[str, object] = reductions.BOUNDS
 # A common factor that holds for every tensor is a law of the run when it did so at some steps before. One step may be
 # chance where there is one tensor only; three are none, as each has two numbers of its own.
 LAW_STEPS = 3
+TOLD_BY = 32  # steps that are asked for a factor: each costs a search
 APPROXIMATE = ("powerSGD", "batched_powerSGD", "quantization")  # torch's own hooks that give no exact sum
 
 SQL = reductions.REDUCED
@@ -96,7 +97,7 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
     if first is not None:
         cause = explain(cells(first, first.loose if loose else first.own), None)
         factor = _middle(law, loose)
-        renormalised = cause.kind == "missing" and not _is(cause.factor, factor)
+        renormalised = cause.kind == "missing" and _renormalised(off, cause, factor, loose)
         # a mean weighted by sample counts gives the others less where it gives one more; a smaller batch counts less
         raised = cause.kind == "scaled" and _is(cause.factor, factor) and not 0 < cause.weight < 1
         if cause.kind == "missing" or raised:
@@ -113,6 +114,20 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
     else:
         why = "the ranks' own gradients add up only as on a wire of 8 bits of precision: small faults would not show"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
+
+
+def _renormalised(off: Sequence[Row], cause: Cause, factor: float, loose: bool) -> bool:
+    """Whether the others' parts count for more where one is missing, as they do where that is meant.
+
+    A clipped gradient has a factor of its own at each step: a single one with that of the law or of the mean tells.
+    """
+    for row in [r for r in off if r.x][:TOLD_BY]:
+        again = explain(cells(row, row.loose if loose else row.own), None)
+        if (again.kind, again.ranks) == (cause.kind, cause.ranks) and (
+            _is(again.factor, factor) or _is(again.factor, 1 / row.peers)
+        ):
+            return False
+    return True
 
 
 def _left(rows: Sequence[Row], off: Sequence[Row], cause: Cause) -> Finding:

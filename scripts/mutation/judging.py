@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .recipes import Case, Truth
@@ -69,6 +69,8 @@ def score(case: Case, mode: str, said: Said, result: Result) -> None:
 
 def find(truth: Truth, mode: str, said: Said, result: Result) -> None:
     """The incident that fits the truth best, and what is wrong with it."""
+    if mode == GOVERNED and truth.once and truth.step not in said.watched:
+        truth = replace(truth, codes=(*truth.codes, *truth.allow), subject="")
     tried = [wrongs(truth, mode, said, i) for i in said.verdict["incidents"] if i["reason_code"] in truth.codes]
     unwatched = truth.step is not None and not any(s >= truth.step for s in said.watched)
     heard = truth.mild or unwatched or any(i["reason_code"] in {*truth.codes, *truth.allow} for i in said.alarms)

@@ -18,7 +18,7 @@ def input_not_finite(d: Drawn) -> Truth:
     d.plant(
         "input_nonfinite", rank=rank, step=step, element=d.chance.randrange(8), value=d.chance.choice(("nan", "inf"))
     )
-    return Truth(("NONFINITE_INPUT",), (rank,), step, False, "", _CHAIN)
+    return Truth(("NONFINITE_INPUT",), (rank,), step, False, "", _CHAIN, once=True)
 
 
 @fault("NONFINITE_LOSS", **_NONFINITE, models=("mlp", "wide", "untied"))
@@ -42,7 +42,7 @@ def gradient_not_finite(d: Drawn) -> Truth:
         value=d.chance.choice(("nan", "inf")),
     )
     subject = "" if d.recipe.get("clip") == "norm" else re.escape(name)
-    return Truth(("NONFINITE_GRAD",), (rank,), step, False, subject, _CHAIN)
+    return Truth(("NONFINITE_GRAD",), (rank,), step, False, subject, _CHAIN, once=True)
 
 
 @fault(

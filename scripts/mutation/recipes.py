@@ -19,7 +19,8 @@ class Truth:
     """What must be found: one of `codes`; `allow`: codes that may come with it, as consequences that are real.
 
     `step` None: the fault has none, or none that is exact. `history`: the rule needs more watched steps than a governed
-    job of this length has, so there it may abstain. `mild`: a note will do, since a program may mean it so.
+    job of this length has, so there it may abstain. `mild`: a note will do, since a program may mean it so. `once`: it
+    is there in that step alone; where that is not watched, what it left in the next watched one must be found.
     """
 
     codes: tuple[str, ...]
@@ -29,6 +30,7 @@ class Truth:
     subject: str = ""
     allow: tuple[str, ...] = ()
     mild: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True)

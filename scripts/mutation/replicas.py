@@ -64,7 +64,8 @@ def forgot_to_synchronise(d: Drawn) -> Truth:
     # under no_sync from some step on, torch's own reducer raises when it was told to look for unused parameters
     d.recipe["ddp"] = {k: v for k, v in d.recipe["ddp"].items() if k != "find_unused_parameters"}
     d.plant("never_synced", step=step)
-    return Truth(("GRAD_DESYNC",), d.everyone, step, False, "", ("PARAM_DESYNC", "OPTIM_STATE_DESYNC"))
+    allow = ("PARAM_DESYNC", "OPTIM_STATE_DESYNC")
+    return Truth(("GRAD_DESYNC",), d.everyone, step, False, "", allow, once=True)
 
 
 @fault(
@@ -92,8 +93,7 @@ def bypassed_the_wrapper(d: Drawn) -> Truth:
 def gradient_edited(d: Drawn) -> Truth:
     rank, step, name = d.rank(), d.step(), d.tensor()
     d.plant("grad_edited", rank=rank, step=step, tensor=name, how="noise", amount=0.05)
-    # of this one step only the parameters are left where the next watched one looks
-    return Truth(("GRAD_DESYNC", "PARAM_DESYNC"), d.apart(rank), step, False, "", ("OPTIM_STATE_DESYNC",))
+    return Truth(("GRAD_DESYNC",), d.apart(rank), step, False, "", ("PARAM_DESYNC", "OPTIM_STATE_DESYNC"), once=True)
 
 
 @fault(
@@ -126,7 +126,8 @@ def root_not_sharded(d: Drawn) -> Truth:
 def one_tensor_not_reduced(d: Drawn) -> Truth:
     step, name = d.step(), d.tensor()
     d.plant("hand_forgot", step=step, tensor=name)
-    return Truth(("GRAD_DESYNC",), d.everyone, step, False, re.escape(name), ("PARAM_DESYNC", "OPTIM_STATE_DESYNC"))
+    allow = ("PARAM_DESYNC", "OPTIM_STATE_DESYNC")
+    return Truth(("GRAD_DESYNC",), d.everyone, step, False, re.escape(name), allow, once=True)
 
 
 _LAW = True  # what a hook, or the program itself, reduces is held against what it did at three watched steps before
@@ -186,7 +187,12 @@ def backward_scaled(d: Drawn) -> Truth:
     return Truth(("GRAD_OUTLIER_RANK",), (rank,), None, True, "", ("GRAD_SPIKE",))
 
 
-_SETTINGS = {"wraps": (*REPLICAS, "fsdp2"), "optimizers": ("sgd", "adamw", "adam"), "scaler": False}
+_SETTINGS = {
+    "wraps": (*REPLICAS, "fsdp2"),
+    "optimizers": ("sgd", "adamw", "adam"),
+    "models": tuple(m for m in PARAMETERS if m != "sparse_bag"),  # weight decay takes no sparse gradient
+    "scaler": False,
+}
 _AFTER_SETTING = ("PARAM_DESYNC", "OPTIM_STATE_DESYNC")
 
 

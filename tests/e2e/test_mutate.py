@@ -30,7 +30,7 @@ def mutate() -> ModuleType:
     return module
 
 
-def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int = 10) -> Any:
+def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int = 10, once: bool = False) -> Any:
     """The result for a fault on rank 1 of 3 at `step`; passes ran every 8 steps where the mode is governed."""
     judging = mutate.judging
     usual = {"severity": "critical", "evidence_state": "OBSERVED", "ranks": [1], "subject": "head", "summary": "",
@@ -38,7 +38,7 @@ def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int 
     verdict = {"incidents": [usual | i for i in incidents], "verdicts": [],
                "data_quality": {"complete": True, "warnings": []}}  # fmt: skip
     watched = list(range(1, 41)) if mode == "full" else [8, 16, 24, 32, 40]
-    truth = judging.Truth(("PARAM_DESYNC",), (1,), step, False, "head")
+    truth = judging.Truth(("PARAM_DESYNC",), (1,), step, False, "head", ("OPTIM_STATE_DESYNC",), once=once)
     case = judging.Case(0, "PARAM_DESYNC", {}, truth)
     result = judging.Result("", case.kind, mode, "", 0.0)
     judging.score(case, mode, judging.Said(verdict, watched, 40), result)
@@ -64,6 +64,14 @@ def judged(mutate: ModuleType, mode: str, *incidents: dict[str, Any], step: int 
 )
 def test_says_what_is_wrong_with_an_answer(mutate: ModuleType, mode: str, incidents: Any, word: str) -> None:
     assert judged(mutate, mode, *incidents).word == word
+
+
+def test_of_a_fault_of_one_step_that_was_not_watched_what_it_left_is_found(mutate: ModuleType) -> None:
+    left = {"reason_code": "OPTIM_STATE_DESYNC", "first_step": 16, "last_good_step": 8, "subject": "exp_avg"}
+    assert judged(mutate, "governed", left, once=True).word == "RIGHT"
+    assert judged(mutate, "governed", left).word == "MISSED"
+    assert judged(mutate, "full", left | {"first_step": 10, "last_good_step": 9}, once=True).word == "MISSED"
+    assert judged(mutate, "governed", left, once=True, step=16).word == "MISSED"
 
 
 def test_a_seed_draws_the_same_jobs_and_another_one_others(mutate: ModuleType) -> None:

@@ -79,7 +79,8 @@ def test_a_loss_that_stays_non_finite_was_not_left_out() -> None:
 
 def test_says_when_nobody_looked_at_the_step_before() -> None:
     rows = _rows({0: [7], 1: [7], 2: [7]})
-    assert ["parameter of step 6" in c for c in _found(rows)[0].cannot_conclude] == [True]
+    assert ["parameter of step 6" in c and "on which rank" in c for c in _found(rows)[0].cannot_conclude] == [True]
+    assert "on which rank" not in _found(_rows({0: [], 1: [7], 2: []}))[0].cannot_conclude[0]
     rows.add("param", rank=0, step=6, stage="end", generation=1)
     assert _found(rows)[0].cannot_conclude == ()
 

@@ -71,6 +71,12 @@ def test_a_missing_part_of_a_reduction_by_hand_is_a_warning() -> None:
     assert (found.ranks, found.first_step, found.severity) == ((2,), 5, "warning")
 
 
+def test_a_missing_part_among_gradients_that_are_clipped_is_a_warning() -> None:
+    clip = lambda step: 1 if step % 3 == 0 else 1 / (1 + step)  # noqa: E731
+    (found,) = _found(_run(lambda r, step, t: (r != 3 or step < 5) * clip(step) / 4, by_hand=True))
+    assert (found.ranks, found.first_step, found.severity) == ((3,), 5, "warning")
+
+
 def test_names_the_tensors_of_the_bucket_that_a_part_is_missing_from() -> None:
     (found,) = _found(_run(_without({1}, 6, "de"), hook="averaged"))
     assert (found.ranks, found.first_step, found.subject) == ((1,), 6, "d")
