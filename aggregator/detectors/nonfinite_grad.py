@@ -20,6 +20,7 @@ CODE = "NONFINITE_GRAD"
 NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {}
 SHOWN = 8
+SPREAD = "on which rank it began: the steps before were not looked at, and an update with NaN spreads it to all"
 ORDER = "by order of registration, the last of them: gradients flow from the loss backwards"
 
 # Per attempt the earliest step that no scaler skipped; of it, every rank's own gradient (if seen) and reduced one.
@@ -107,6 +108,8 @@ def _finding(rows: Sequence[Row], run: RunFacts) -> Finding:
     loss = "; the loss was already non-finite" if any(r.loss_bad for r in hit) else ""
     subject = first.names[0] if first.names else ""
     unseen = max(run.world_size, len({r.rank for r in rows})) - len(own)
+    skipped = first.step - (first.last_good or 0) > 1
+    spread = (SPREAD,) if 1 < len(ranks) == run.world_size and skipped else ()
     return Finding(
         ranks=ranks,
         first_step=first.step,
@@ -118,7 +121,7 @@ def _finding(rows: Sequence[Row], run: RunFacts) -> Finding:
         summary=f"the {what} of {listed(ranks)} holds NaN or Inf at step {first.step}, in {first.tensors} tensor(s), "
         f"{subject} nearest to the loss{loss}" + ("" if first.used else "; the program left it out of the update"),
         evidence=tuple(_evidence(hit[:SHOWN], what)),
-        cannot_conclude=_open(bool(born), unseen, run.world_size) + interval(first.last_good, first.step),
+        cannot_conclude=_open(bool(born), unseen, run.world_size) + spread + interval(first.last_good, first.step),
         next_check="look at this rank's batch of that step, and at roots, divisions and norms of zero in the forward",
     )
 

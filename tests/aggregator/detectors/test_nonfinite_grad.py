@@ -86,6 +86,15 @@ def test_steps_between_two_sweeps_are_said_to_be_unknown() -> None:
     (found,) = _found(rows)
     assert (found.last_good_step, found.first_step) == (1, 8)
     assert any("between 2 and 8" in c for c in found.cannot_conclude)
+    assert not any("on which rank it began" in c for c in found.cannot_conclude)  # on the one that shows it
+
+
+def test_when_all_ranks_have_it_and_steps_between_were_not_looked_at_the_rank_is_unknown() -> None:
+    rows = _rows({r: [1] for r in range(RANKS)}, [1])
+    assert not any("on which rank it began" in c for c in _found(rows)[0].cannot_conclude)
+    for table in ("grad", "step", "loss"):
+        rows.connection.execute(f"UPDATE {table} SET step = 8 WHERE step = 2")
+    assert any("on which rank it began" in c for c in _found(rows)[0].cannot_conclude)
 
 
 def test_finite_gradients_are_clear() -> None:
