@@ -57,7 +57,7 @@ WITH known AS (
 catalogue AS ({CATALOGUE}),
 result AS (
     SELECT rank, attempt, pid, generation, step, micro, TRUE AS delivered, reduction, tensors, sketch, digest
-    FROM delivered WHERE len(digest) > 0
+    FROM delivered WHERE len(digest) > 0 AND reduction <> 'by hand'
     UNION ALL  -- no wrapper reduces: what the optimizer gets, after the last backward
     SELECT rank, attempt, pid, generation, greatest(step, 1), micro - 1, FALSE, '', tensors, sketch, digest
     FROM grad WHERE stage = 'reduced' AND len(sketch) > 0

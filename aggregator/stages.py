@@ -30,15 +30,15 @@ _LOOKED: Final[Mapping[str, str]] = {
     "param_start": "SELECT rank FROM param WHERE stage = 'start' AND len(digest) > 0 AND {here}",
     "state_start": "SELECT rank FROM optim_state WHERE stage = 'start' AND len(digest) > 0 AND {here}",
     "clip": "SELECT rank FROM clip WHERE {here}",
-    "delivered": "SELECT rank FROM delivered WHERE len(digest) > 0 AND {here}",
+    "delivered": "SELECT rank FROM delivered WHERE len(digest) > 0 AND reduction <> 'by hand' AND {here}",
     "grad": "SELECT rank FROM grad WHERE stage = 'reduced' AND len(digest) > 0 AND {here}",
     "setting": "SELECT rank FROM optim WHERE attempt = $attempt AND step <= $step",
 }
 _NOT_ALWAYS: Final = frozenset({"clip", "state_start", "delivered"})  # a step may have none of it: it is not missed
 # What DDP left when the step's last reduction ended is compared here alone: by itself it is no finding.
 _DELIVERED_DIFFERS: Final = """SELECT min(h) <> max(h) FROM (
-    SELECT rank, arg_max(hash(tensors, digest), micro) AS h FROM delivered WHERE len(digest) > 0 AND {here}
-    GROUP BY rank)"""
+    SELECT rank, arg_max(hash(tensors, digest), micro) AS h FROM delivered
+    WHERE len(digest) > 0 AND reduction <> 'by hand' AND {here} GROUP BY rank)"""
 
 _RANKS: Final = "SELECT count(DISTINCT rank) FROM ({rows})"
 

@@ -80,6 +80,14 @@ def only_default_group(torch: Any) -> bool:
     return groups is not None and len(groups) == 1
 
 
+def groups_with_hooks(torch: Any) -> list[Any]:
+    """The process groups there are that call a hook before each collective (torch 2.14); empty where torch has none."""
+    known = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if not torch.distributed.is_available() or known is None:
+        return []
+    return [g for g in getattr(known, "pg_map", ()) if hasattr(g, "register_pre_hook")]
+
+
 def default_store(torch: Any) -> Any:
     """The key-value store behind the default process group, None when it can't be had."""
     get = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_get_default_store", None)

@@ -40,7 +40,8 @@ PARTED: Final = replicas.parted_sql(
 
 # Beside each tensor that parts, what was seen of the reduction in the step at which it does.
 SQL = f"""
-SELECT p, coalesce(l.unsynced, []), coalesce(l.bypassed, []), coalesce(l.kept, []), coalesce(d.handed, FALSE)
+SELECT p, coalesce(l.unsynced, []), coalesce(l.bypassed, []), coalesce(l.kept, []), coalesce(d.handed, FALSE),
+       coalesce(b.passed, [])
 FROM ({PARTED}) p
 LEFT JOIN (
     SELECT l.attempt, l.step, list(DISTINCT l.rank ORDER BY l.rank) FILTER (l.synced = 0) AS unsynced,
@@ -56,9 +57,19 @@ LEFT JOIN (
     SELECT attempt, step, count(DISTINCT rank) >= 2 AND min(h) = max(h) AS handed FROM (
         SELECT d.rank, d.attempt, d.step, hash(d.tensors, d.digest) AS h FROM delivered d
         SEMI JOIN (SELECT rank, attempt, step, max(backwards) - 1 AS micro FROM step GROUP BY ALL) s
-        USING (rank, attempt, step, micro))
+        USING (rank, attempt, step, micro) WHERE d.reduction <> 'by hand')
     GROUP BY attempt, step
 ) d ON d.attempt = p.attempt AND d.step = p.first
+LEFT JOIN (  -- per rank that reduced by hand in this step: how many tensors, where this one was not among them
+    SELECT attempt, step, name, model, list((rank, others) ORDER BY rank) AS passed FROM (
+        SELECT t.rank, t.attempt, h.step, t.name, t.model, any_value(len(h.tensors)) AS others
+        FROM tensor t JOIN (
+            SELECT rank, attempt, pid, generation, step, list_distinct(flatten(list(tensors))) AS tensors
+            FROM delivered WHERE reduction = 'by hand' GROUP BY ALL
+        ) h USING (rank, attempt, pid, generation)
+        WHERE t.kind = 'param' AND t.sharing = 'late' AND NOT list_contains(h.tensors, t.index) GROUP BY ALL)
+    GROUP BY ALL
+) b ON b.attempt = p.attempt AND b.step = p.first AND b.name = p.name AND b.model = p.model
 ORDER BY p.attempt, p.first, p.model, p.index
 """
 
@@ -71,6 +82,7 @@ class Row(NamedTuple):
     bypassed: list[int]  # ranks whose last backward followed no forward of a DDP module
     kept: list[int]  # ranks whose optimizer gets their own gradients, number for number
     handed: bool  # what DDP delivered was the same on all ranks
+    passed: list[tuple[int, int]]  # (rank, how many other tensors the program handed to a reduction), not this one
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -107,7 +119,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 def _with_what_was_seen(found: Finding, first: replicas.Row, seen: Row) -> Finding:
     """The finding, and how the reduction of that step looked on the ranks that it is about."""
     if first.sharing != "ddp":
-        return found
+        return replace(found, evidence=found.evidence + tuple(_passed_over(first, seen)))
     here = set(first.ranks)
     unsynced, bypassed, kept = (sorted(here & set(ranks)) for ranks in (seen.unsynced, seen.bypassed, seen.kept))
     said, shown = [], []
@@ -129,3 +141,12 @@ def _with_what_was_seen(found: Finding, first: replicas.Row, seen: Row) -> Findi
     return replace(
         found, summary=f"{found.summary}; {', and '.join(said)}", evidence=found.evidence + tuple(shown[:SHOWN])
     )
+
+
+def _passed_over(first: replicas.Row, seen: Row) -> Iterator[Evidence]:
+    """Ranks whose program reduced tensors by hand in that step, but not this one."""
+    for rank, others in seen.passed[:SHOWN]:
+        what = (
+            f"the program handed {others} other tensor{'s' * (others != 1)} to a reduction in this step, not this one"
+        )
+        yield Evidence(rank, first.first, f"{first.name} reduced by hand", what)

@@ -3,9 +3,11 @@
 Writes    grad, delivered
 Costs     per watched step one fused norm over the local gradients; of windows of 2,040 elements a sketch before the
           reduction, sketch and fingerprint after it, and a fingerprint before the update; under FSDP a copy of each
-          window as well, and norms of whole gradients before they are scattered
+          window as well, and norms of whole gradients before they are scattered; of a model that no wrapper reduces a
+          hook on each process group until the update, which reads pointers
 Blind to  earlier micro-steps that were reduced already are part of a local gradient; of shards what was added to an
-          earlier reduction, and all of it where FSDP is not there or told to use a hook of the user's
+          earlier reduction, and all of it where FSDP is not there or told to use a hook of the user's; reductions by
+          hand before torch 2.14, of copies or buckets of gradients, and while threads run that may use a group too
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from .. import fingerprint, torchprivate
 from ..agent import Emit
 from ..catalogue import REPLICATED, Entry, due
 from ..gradientpass import NO_GRADIENT, UNMEASURED, EarlyGradients, Pass, doubtful, norms_of, roots
+from ..handreduced import HandReductions
 from ..patch import Undo, replace
 from ..sketch import PIECES, DeviceSketch, sketch_cpu
 from ..tables import Column, Table
@@ -45,12 +48,13 @@ DELIVERED = Table("delivered", (
     Column("tensors", "int64[]", "", "catalogue index per entry; empty: all from 0 on"),
     Column("digest", "int64[]", "", "exact fingerprint per tensor (above 2,040 elements: of the step's window); 0 no gradient; empty for shards"),
     Column("sketch", "float32[]", "", "two signed sums per tensor over the step's window, loss scale included; 0 no gradient, NaN not taken"),
-    Column("reduction", "text", "", "who reduced: mean: DDP or FSDP by itself; else the names of the communication hooks, or gradient_divide_factor"),
-    Column("wire", "text", "", "types in which FSDP sent the gradients, comma separated; empty for DDP"),
-), "what DDP or FSDP left in the gradients when a backward ended, before the program touched them; of shards the part of a window that lies in them. One row per watched backward that reduces, for either")  # fmt: skip
+    Column("reduction", "text", "", "who reduced: mean: DDP or FSDP by itself; else the names of the communication hooks, or gradient_divide_factor; by hand: the program, of which digest and sketch are empty"),
+    Column("wire", "text", "", "types in which FSDP sent the gradients, comma separated; empty for any other"),
+    Column("ranks", "text", "", "by hand: ranks of the process group that the tensors' gradients were handed to; empty for any other"),
+), "what DDP or FSDP left in the gradients when a backward ended, before the program touched them; of shards the part of a window that lies in them. One row per watched backward that reduces, for either; and one per group for the gradients that the program itself handed to an all-reduce before its update")  # fmt: skip
 
 TABLES = (GRAD, DELIVERED)
-MEAN = "mean"
+MEAN, BY_HAND = "mean", "by hand"
 
 
 def install(emit: Emit) -> Undo:
@@ -58,7 +62,7 @@ def install(emit: Emit) -> Undo:
     on_device, sketches = fingerprint.DeviceSweep(), DeviceSketch()
     local_step = [0]  # last step whose local gradients were seen as this rank's alone
     armed: dict[int, bool] = {}  # DDP module -> whether it reduces in the coming backward
-    early, units = EarlyGradients(emit), UnitGradients(emit)
+    early, units, hand = EarlyGradients(emit), UnitGradients(emit), HandReductions(emit)
     last: list[Pass] = []  # the local pass of the backward in progress
     delivered_step = [0]  # step in which DDP has delivered after the last backward
     builtin: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
@@ -69,6 +73,7 @@ def install(emit: Emit) -> Undo:
             armed[number] = bool(getattr(module, "require_backward_grad_sync", True))
 
     def backward_begin(root: Any) -> None:
+        hand.forget()
         if agent.watching:
             early.watch(armed)
 
@@ -105,6 +110,8 @@ def install(emit: Emit) -> Undo:
     def backward_end(whole: bool) -> None:
         if whole:
             sharded()
+        if whole and agent.watching:
+            hand.watch()
         units.forget()
         early.forget()
         reducing = {number for number, on in armed.items() if on}
@@ -119,6 +126,10 @@ def install(emit: Emit) -> Undo:
             delivered_step[0] = agent.window.step
             names = {n for i, d, _ in agent.catalogue.ddps() if i in reducing for n in hooks_of(d) or [MEAN]}
             deliver(here, ",".join(sorted(names)), "")
+
+    def by_hand(optimizer: Any, number: int) -> None:
+        for generation, ranks, tensors in hand.handed():
+            emit(DELIVERED, (generation, agent.backwards - 1), (tensors, [], [], BY_HAND, "", ranks))
 
     def reduced(optimizer: Any, number: int) -> None:
         if not agent.watching:
@@ -243,9 +254,8 @@ def install(emit: Emit) -> Undo:
 
         def landed(values: list[Any]) -> None:
             digests = [] if wire else here.spread(values.pop(0), 0)
-            emit(
-                DELIVERED, head, (here.indices, digests, here.spread(values[0], 0.0, PIECES), by, wire), step=here.step
-            )
+            signed = here.spread(values[0], 0.0, PIECES)
+            emit(DELIVERED, head, (here.indices, digests, signed, by, wire, ""), step=here.step)
 
         if here.on_host:
             exact = [] if wire else [fingerprint.digests_of_runs(here.parts, together)]
@@ -279,7 +289,11 @@ def install(emit: Emit) -> Undo:
     emit.on("gradients_local", local)
     emit.on("unit_gradients", units.take)
     emit.on("backward_end", backward_end)
+    emit.on("before_update", by_hand)
     emit.on("before_update", reduced)
+    emit.on("step_closed", lambda info: hand.forget())
+    emit.on("ending", lambda: hand.forget(ending=True))
+    emit.on("close", lambda: hand.forget(ending=True))
 
     parallel = agent.torch.nn.parallel.DistributedDataParallel
     patched = hasattr(parallel, "_register_builtin_comm_hook")
@@ -289,6 +303,7 @@ def install(emit: Emit) -> Undo:
         put_back()
         early.forget()
         units.forget()
+        hand.forget()
         on_device.clear()
         sketches.clear()
 

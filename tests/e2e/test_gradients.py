@@ -7,11 +7,13 @@ nor the agent sees, and writes their norms to a file; the recorded rows must say
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
-from kit.job import Ended, job, run
+from kit.job import Ended, both, job, run
 
 pytestmark = pytest.mark.xdist_group("gradients")  # the tests share what one job or build left
 
@@ -155,3 +157,54 @@ def test_the_reduced_gradient_is_the_same_on_both_ranks(passes: dict[tuple[int, 
 
 def test_a_job_that_changes_its_wrapper_eight_times_is_healthy(ended: Ended) -> None:
     assert [(i["reason_code"], i["summary"]) for i in ended.alarms] == []
+
+
+BY_HAND = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, since = dist.get_rank(), int(sys.argv[1])
+torch.manual_seed(7)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 7):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    if rank == 0 and step >= since:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+bits = [p.detach().view(torch.int32).sum().item() for p in model.parameters()]
+print(f"rank {rank} {bits}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="groups have no hooks before torch 2.14"
+)
+def test_gradients_that_the_program_reduces_itself_are_named_and_left_as_they_are(tmp_path: Path) -> None:
+    plain, recorded = both(tmp_path, job(BY_HAND, arguments=("2",)))
+    assert (plain.code, recorded.code) == (0, 0), recorded
+    assert [line for line in recorded.lines if line.startswith("rank")] == plain.lines
+    query = "SELECT DISTINCT tensors, reduction, ranks, count(*) OVER () FROM delivered"
+    assert recorded.rows(query) == [([0, 1, 2, 3], "by hand", "0,1", 6 * RANKS)]
+    assert [(i["ranks"], i["first_step"]) for i in recorded.found("HPARAM_DESYNC")] == [([0, 1], 2)]
+    assert [(i["ranks"], i["first_step"]) for i in recorded.found("PARAM_DESYNC")] == [([0, 1], 2)]
+    others = {i["reason_code"] for i in recorded.alarms} - {"HPARAM_DESYNC", "PARAM_DESYNC"}
+    assert not others
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="groups have no hooks before torch 2.14"
+)
+def test_ranks_that_clip_apart_from_the_first_step_on_are_known_to_train_one_model(tmp_path: Path) -> None:
+    recorded = run(tmp_path, job(BY_HAND, arguments=("1",)))
+    assert recorded.code == 0, recorded
+    assert [(i["ranks"], i["first_step"]) for i in recorded.found("HPARAM_DESYNC")] == [([0, 1], 1)]

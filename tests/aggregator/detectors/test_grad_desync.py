@@ -159,3 +159,27 @@ def test_says_that_what_ddp_delivered_was_changed_after_it() -> None:
         rows.add("delivered", rank=rank, step=1, generation=1, digest=[7, 8], reduction="mean", sketch=[0.0] * 4)
     (found,) = _found(rows, world_size=2)
     assert "changed after" in found.summary
+
+
+def test_says_that_the_program_reduced_other_tensors_by_hand_and_not_this_one() -> None:
+    rows = catalogue(catalogue(Rows(), 2, "a", "b", "c", sharing="late"), 2, "d")
+    sweep(rows, "grad", 1, {0: [1, 2, 3, 9], 1: [1, 2, 4, 9]}, "reduced")
+    for rank in range(2):
+        rows.add("delivered", rank=rank, step=1, generation=1, tensors=[0, 1], reduction="by hand", ranks="0,1")
+    (found,) = _found(rows, world_size=2)
+    said = [e for e in found.evidence if e.metric == "c reduced by hand"]
+    assert (found.subject, [e.rank for e in said]) == ("c", [0, 1])
+    assert said[0].value == "the program handed 2 other tensors to a reduction in this step, not this one"
+    rows.connection.execute("UPDATE delivered SET tensors = [0, 1, 2] WHERE rank = 0")
+    assert [e.rank for e in _found(rows, world_size=2)[0].evidence if "by hand" in e.metric] == [1]
+    rows.connection.execute("DELETE FROM delivered")
+    assert not [e for e in _found(rows, world_size=2)[0].evidence if "by hand" in e.metric]
+
+
+def test_a_reduction_by_hand_is_not_taken_for_what_ddp_delivered() -> None:
+    rows = _seen(0, own=True)
+    for rank in range(2):
+        rows.add("delivered", rank=rank, step=1, generation=1, tensors=[0], reduction="by hand", ranks="0,1")
+    (found,) = _found(rows, world_size=2)
+    assert "changed after" not in found.summary
+    assert "under no_sync on ranks 0, 1" in found.summary

@@ -223,3 +223,11 @@ def test_groups_in_another_order_or_of_other_parameters_altogether_are_no_differ
     for rank in range(3):
         _groups(stages, rank, (5 + rank, 0.1, 2 + rank))
     assert _found(stages, "INSUFFICIENT_EVIDENCE") == []
+
+
+def test_unwrapped_ranks_that_reduced_their_gradients_by_hand_train_one_model_whatever_became_of_it() -> None:
+    rows = _unwrapped()
+    sweep(rows, "grad", 1, {0: [4], 1: [5], 2: [6]}, "reduced")
+    for rank in range(3):
+        rows.add("delivered", rank=rank, step=1, generation=1, tensors=[0], reduction="by hand", ranks="0,1,2")
+    assert [(f.ranks, f.first_step) for f in _found(rows)] == [((1,), 3)]
