@@ -1,6 +1,6 @@
 """One rank's own gradients keep standing apart from its peers': for good, far off again and again, or grossly.
 
-Reads     grad (stage local), tensor, input, loss, param
+Reads     grad (stage local), tensor, input, loss, param, delivered
 Says      the rank, the first step, whether all its gradients or which tensor, how far, and whether its loss is odd too
 Unknown   fewer than 3 ranks: two that differ have no majority; fewer than 20 checked steps before; shards of no FSDP
 Blind to  a rank that is odd from the start; differences that lie within twice what its peers' varied by before; in

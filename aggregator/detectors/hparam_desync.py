@@ -1,7 +1,7 @@
 """Optimizer settings, the clipping threshold or a scheduler's position differ between ranks that train one model.
 
-Reads     optim, clip, schedule, step, tensor, probe; param, grad, loss (whether unwrapped ranks train one model);
-          event (Join)
+Reads     optim, clip, schedule, step, tensor, probe; param, grad, delivered, loss (whether unwrapped ranks train one
+          model); event (Join)
 Says      which ranks stand apart, which setting, its values, and from which step on
 Unknown   optimizers of different class or size on the ranks; ranks that no process group joins
 Blind to  settings kept outside param_groups; schedules that are no torch schedulers, until values differ

@@ -1,6 +1,6 @@
 """Optimizer state that replicas must share differs: moments, momentum, step counters, or whether there is any.
 
-Reads     optim_state, optim_loaded, tensor, param, grad, loss, step, event (Join)
+Reads     optim_state, optim_loaded, tensor, param, grad, delivered, loss, step, event (Join)
 Says      which ranks stand apart, which state of which parameters, from which step on, and who had loaded state then
 Unknown   parameters without a wrapper whose ranks are not shown to train one model; steps that no longer correspond
 Blind to  what the optimizer_state probe is blind to; a difference in a part of a large tensor between its windows
