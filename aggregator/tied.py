@@ -9,6 +9,7 @@ from typing import Final
 # all-reduce over a group of every rank: one model, whatever became of it later. A part of the tensors shows less:
 # stages of a pipeline reduce an embedding that they share, and experts stay each rank's own.
 _HANDED: Final = """
+    WITH by_hand AS (SELECT DISTINCT attempt FROM delivered WHERE reduction = 'by hand')  -- seldom any
     SELECT f.attempt FROM (
         SELECT rank, attempt, pid, generation, step, ranks, flatten(list(tensors)) AS tensors
         FROM delivered WHERE reduction = 'by hand' AND step <= 128 GROUP BY ALL
@@ -16,13 +17,13 @@ _HANDED: Final = """
     JOIN (
         SELECT rank, attempt, pid, generation, list(index) AS trained,
                bit_xor(hash(index, name, model, model_type, shape, dtype)) AS family
-        FROM tensor WHERE kind = 'param' AND trainable AND optimizer >= 0 GROUP BY ALL
+        FROM tensor WHERE kind = 'param' AND trainable AND optimizer >= 0 AND attempt IN (FROM by_hand) GROUP BY ALL
     ) f USING (rank, attempt, pid, generation)
     LEFT JOIN (  -- tensors that this step did not use
         SELECT rank, attempt, pid, step, flatten(list(list_transform(list_filter(
                    list_zip(CASE WHEN len(tensors) > 0 THEN tensors ELSE range(len(l2)) END, l2), lambda x: x[2] = -1
                ), lambda x: x[1]))) AS indices
-        FROM grad WHERE stage = 'reduced' AND step <= 128 GROUP BY ALL
+        FROM grad WHERE stage = 'reduced' AND step <= 128 AND attempt IN (FROM by_hand) GROUP BY ALL
     ) l USING (rank, attempt, pid, step)
     JOIN (
         SELECT attempt, list(DISTINCT CAST(rank AS VARCHAR)) AS everyone FROM tensor GROUP BY attempt
