@@ -29,7 +29,9 @@ AGAIN = 10  # steps after which the usual place is taken anew: sorting for every
 OTHERS = 3  # tensors beside the one that is judged: the median of fewer follows each of them
 FURTHER = 1.5  # times the largest deviation of the window: of 200 normal tensors the farthest stays below 1.4
 LEAST_FACTOR = math.log(2.0)
-RANGE = math.log(1.1)  # of a share, at least: what has hardly varied so far may yet
+# Of a share that hardly varied so far, at least: it may yet. So wide that four doublings on one of three ranks within
+# 70 steps are not enough (chance 0.002) and five are (0.0002).
+RANGE = math.log(1.1)
 FEWEST = 3  # events of one tensor, at least
 
 

@@ -24,7 +24,7 @@ PARAMS: Mapping[str, object] = {
 SHOWN = 8
 LEFT_OUT = "; the program left it out of the update"
 UNSEEN = "whether it began in a gradient or parameter of step {}, which were not looked at"
-SPREAD = ", and on which rank: the reduction hands it to all"
+SPREAD = ", and on which rank: reduced gradients carry it to all"
 
 # A non-finite loss under a loss scale whose step was skipped (or is not over yet) is forgiven, unless `settling` of
 # them follow each other.
@@ -90,15 +90,15 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     """One finding per attempt: the ranks of the earliest step."""
     for attempt in sorted({r.attempt for r in rows}):
         mine = [r for r in rows if r.attempt == attempt]
-        yield _finding([r for r in mine if r.first == mine[0].first], mine)
+        yield _finding([r for r in mine if r.first == mine[0].first], mine, run.world_size)
     yield from unheard(run)
 
 
-def _finding(born: Sequence[Row], all_of: Sequence[Row]) -> Finding:
+def _finding(born: Sequence[Row], all_of: Sequence[Row], world_size: int) -> Finding:
     first = born[0]
     ranks = tuple(r.rank for r in born)
     followed = [r for r in all_of if r.first > first.first]
-    unseen = UNSEEN.format(first.first - 1) + (SPREAD if len(ranks) > 1 else "")
+    unseen = UNSEEN.format(first.first - 1) + (SPREAD if 1 < len(ranks) == world_size else "")
     after = f"; {listed(r.rank for r in followed)} followed at step {followed[0].first}" if followed else ""
     return Finding(
         ranks=ranks,

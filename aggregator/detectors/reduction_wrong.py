@@ -119,15 +119,12 @@ def _against(rows: Sequence[Row], kept: Sequence[Row], loose: bool) -> Iterator[
 def _renormalised(off: Sequence[Row], cause: Cause, factor: float, loose: bool) -> bool:
     """Whether the others' parts count for more where one is missing, as they do where that is meant.
 
-    A clipped gradient has a factor of its own at each step: a single one with that of the law or of the mean tells.
+    Clipping gives each step a factor of its own and only makes it smaller: the largest one tells.
     """
-    for row in [r for r in off if r.x][:TOLD_BY]:
-        again = explain(cells(row, row.loose if loose else row.own), None)
-        if (again.kind, again.ranks) == (cause.kind, cause.ranks) and (
-            _is(again.factor, factor) or _is(again.factor, 1 / row.peers)
-        ):
-            return False
-    return True
+    here = [r for r in off if r.x][:TOLD_BY]
+    told = [explain(cells(r, r.loose if loose else r.own), None) for r in here]
+    largest = max(c.factor for c in told if (c.kind, c.ranks) == (cause.kind, cause.ranks))
+    return not (_is(largest, factor) or _is(largest, 1 / off[0].peers))
 
 
 def _left(rows: Sequence[Row], off: Sequence[Row], cause: Cause) -> Finding:

@@ -77,6 +77,12 @@ def test_a_missing_part_among_gradients_that_are_clipped_is_a_warning() -> None:
     assert (found.ranks, found.first_step, found.severity) == ((3,), 5, "warning")
 
 
+def test_a_mean_of_the_others_is_meant_even_where_clipping_makes_it_look_like_the_mean_of_all() -> None:
+    clip = lambda step: 0.75 if step == 6 else 1.0  # noqa: E731
+    (found,) = _found(_run(lambda r, step, t: 0.25 if step < 5 else (r != 3) * clip(step) / 3, by_hand=True))
+    assert (found.ranks, found.severity) == ((3,), "note")
+
+
 def test_names_the_tensors_of_the_bucket_that_a_part_is_missing_from() -> None:
     (found,) = _found(_run(_without({1}, 6, "de"), hook="averaged"))
     assert (found.ranks, found.first_step, found.subject) == ((1,), 6, "d")
