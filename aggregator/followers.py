@@ -126,6 +126,9 @@ def _replica_follows(earlier: Coded, later: Coded) -> bool:
         return False
     if code_b == "GRAD_DESYNC" and a.point != "clip":
         return False  # of the settings only a clipping threshold reaches the gradients
+    exact = a.last_good_step == a.first_step - 1
+    if a.first_step == b.first_step and exact and order(b.point) < order(a.point):
+        return False  # it was there in this step before the other began in it, however much earlier it arose
     at_once = b.last_good_step is None or b.last_good_step <= a.first_step
     return at_once and _replica_key(earlier) < _replica_key(later)
 

@@ -2,7 +2,7 @@
 
 A name that is absent makes the feature "not recorded, because"; it never breaks training. Present in torch 2.4 to
 2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, DDP._register_builtin_comm_hook,
-GradScaler._maybe_opt_step, Variable._execution_engine, DTensor._local_tensor,
+GradScaler._maybe_opt_step, Variable._execution_engine, DTensor._local_tensor, Node._saved_* and saved_tensors,
 torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
 _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _SingleProcessDataLoaderIter
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,28 @@ def default_store(torch: Any) -> Any:
     """The key-value store behind the default process group, None when it can't be had."""
     get = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_get_default_store", None)
     return get() if get is not None and distributed(torch) else None
+
+
+def saved_for_backward(node: Any) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of what an operation saved for its backward. An operation that has freed it, or whose tensor was
+    changed in place since, shows nothing. Unpacks: not to be called where saved tensors may lie behind hooks."""
+    import torch
+
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield name.removeprefix("_saved_"), value
+    try:
+        several = getattr(node, "saved_tensors", ())  # of a function of the user's
+    except RuntimeError:
+        several = ()
+    for n, value in enumerate(several):
+        if isinstance(value, torch.Tensor):
+            yield f"tensor {n}", value
 
 
 def communication_hook_names(ddp: Any) -> list[str]:

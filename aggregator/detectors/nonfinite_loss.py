@@ -1,7 +1,7 @@
 """The loss of a backward is NaN or Inf.
 
-Reads     loss, step, grad, param (whether any update used it)
-Says      the ranks on which it began, at which step and micro-step, and the value
+Reads     loss, step, grad, param (whether any update used it), birth
+Says      the ranks on which it began, at which step and micro-step, the value, and the operation that gave NaN first
 Unknown   no rank recorded a loss
 Blind to  losses that never reach backward; overflow that a loss scaler skips while it looks for its scale
 """
@@ -52,7 +52,7 @@ used AS (  -- unless an update got finite gradients everywhere and all stayed fi
     UNION SELECT p.attempt FROM param p JOIN begun b ON b.attempt = p.attempt AND p.step >= b.step
     WHERE len(p.nonfinite) > 0
     UNION SELECT c.attempt FROM counted c JOIN begun b ON b.attempt = c.attempt AND c.step = b.step + 1 WHERE c.bad
-)
+), told AS (
 SELECT rank, attempt, min(step) FILTER (counts) AS first, max(step) FILTER (counts) AS last,
        count(*) FILTER (counts) AS steps, max(step) FILTER (NOT bad) AS last_finite,
        max(step) FILTER (NOT bad AND step < f) AS last_good,
@@ -64,7 +64,14 @@ SELECT rank, attempt, min(step) FILTER (counts) AS first, max(step) FILTER (coun
            SELECT (attempt, rank, step) FROM grad WHERE stage = 'local' AND valid
            GROUP BY attempt, rank, step HAVING max(len(nonfinite)) = 0) AS finite
 FROM (SELECT *, min(step) FILTER (counts) OVER (PARTITION BY rank, attempt) AS f FROM counted)
-GROUP BY rank, attempt HAVING bool_or(counts) ORDER BY attempt, first, rank
+GROUP BY rank, attempt HAVING bool_or(counts)
+)
+SELECT t.*, coalesce(b.op, ''), coalesce(b.shown, ''), coalesce(b.fed_by, ''), coalesce(b.near, ''),
+       coalesce(b.reason, '')
+FROM told t LEFT JOIN (
+    SELECT * FROM birth QUALIFY row_number() OVER (PARTITION BY rank, attempt, step ORDER BY seq) = 1
+) b ON b.rank = t.rank AND b.attempt = t.attempt AND b.step = t.first
+ORDER BY t.attempt, t.first, t.rank
 """
 
 
@@ -84,6 +91,11 @@ class Row(NamedTuple):
     used: bool  # an update may have taken it
     looked: bool  # the parameters were looked at after the step before
     finite: bool  # its own gradients of that step were, as those of a constant that is not
+    op: str = ""  # of table birth, that of the step's first loss that is not finite
+    shown: str = ""
+    fed_by: str = ""
+    near: str = ""
+    reason: str = ""
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -110,10 +122,26 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row], world_size: int) -> Fin
         severity="critical" if first.used else "warning" if first.finite else "note",
         summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}"
         + ("" if first.used else "; gradients and update stayed finite" if first.finite else LEFT_OUT),
-        evidence=tuple(
-            Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
-            for r in born[:SHOWN]
-        ),
-        cannot_conclude=() if first.looked or first.first == 1 else (unseen,),
+        evidence=tuple(e for r in born[:SHOWN] for e in _evidence(r)),
+        cannot_conclude=tuple(_open(born, unseen)),
         next_check="look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
     )
+
+
+def _evidence(r: Row) -> Iterator[Evidence]:
+    yield Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
+    beside = f", next to {r.near}" if r.near else ""
+    if r.shown == "result":
+        yield Evidence(r.rank, r.first, "operation of the forward that gave NaN first", r.op + beside, "finite")
+    elif r.shown == "input":
+        given = f", given by {r.fed_by}" if r.fed_by else ""
+        yield Evidence(r.rank, r.first, "operation of the forward that got NaN first", r.op + beside + given, "finite")
+    elif r.shown == "root" and r.fed_by:
+        yield Evidence(r.rank, r.first, "nothing that the forward kept holds NaN; it began in or after", r.fed_by)
+
+
+def _open(born: Sequence[Row], unseen: str) -> Iterator[str]:
+    if not born[0].looked and born[0].first > 1:
+        yield unseen
+    for reason in sorted({r.reason for r in born if r.reason}):
+        yield f"in which operation of the forward it was born: {reason}"

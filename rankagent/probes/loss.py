@@ -40,6 +40,7 @@ def install(emit: Emit) -> Undo:
             loss, scale = loss / scale.item(), scale.item()
         if not math.isfinite(loss):
             agent.alarm()
+            agent.fire("loss_nonfinite", root)
         pending.append((loss, scale))
 
     def closed(info: StepInfo) -> None:

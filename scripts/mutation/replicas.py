@@ -260,7 +260,8 @@ def state_loaded_on_one_rank(d: Drawn) -> Truth:
     rank, step = d.rank(), d.step(6, 6)
     d.plant("optimizer_not_loaded", rank=rank, step=step)
     d.recipe["resume_at"] = step
-    return Truth(("OPTIM_STATE_DESYNC",), d.apart(rank), step, False, "", ("PARAM_DESYNC",))
+    # the settings are part of what is loaded, so that a schedule's lr comes with them
+    return Truth(("OPTIM_STATE_DESYNC",), d.apart(rank), step, False, "", ("PARAM_DESYNC", "HPARAM_DESYNC"))
 
 
 @fault(

@@ -70,6 +70,15 @@ def test_between_two_sampled_steps_the_carried_difference_does_not_come_first() 
         "PARAM_DESYNC": "note", "GRAD_DESYNC": "critical"}  # fmt: skip
 
 
+def test_state_that_differed_before_the_update_is_not_put_down_to_that_updates_setting() -> None:
+    carried = replace(_f(point="state_start"), last_good_step=2)  # both came with what one rank loaded
+    assert set(_severities(("HPARAM_DESYNC", _f(point="setting")), ("OPTIM_STATE_DESYNC", carried)).values()) == {
+        "critical"}  # fmt: skip
+    seen_after = replace(carried, point="state_end")
+    assert _severities(("HPARAM_DESYNC", _f(point="setting")), ("OPTIM_STATE_DESYNC", seen_after))[
+        "OPTIM_STATE_DESYNC"] == "note"  # fmt: skip
+
+
 def test_a_note_does_not_make_an_alarm_a_note() -> None:
     foreach = _f(point="setting", severity="note")
     assert _severities(("HPARAM_DESYNC", foreach), ("PARAM_DESYNC", PARAM))["PARAM_DESYNC"] == "critical"

@@ -94,3 +94,25 @@ def test_a_loss_whose_own_gradients_were_finite_was_used_and_is_a_warning() -> N
     assert (found.ranks, found.first_step, found.severity) == ((1,), 7, "warning")
     rows.connection.execute("UPDATE grad SET nonfinite = [0] WHERE stage = 'local' AND rank = 1")
     assert [f.severity for f in _found(rows)] == ["note"]
+
+
+def test_the_operation_that_gave_it_first_is_evidence() -> None:
+    rows = _rows({1: [7]})
+    rows.add("birth", rank=1, step=7, op="log", shown="result", near="head.weight")
+    rows.add("birth", rank=1, step=7, micro=1, op="exp", shown="result")  # the next loss of the step: not the first
+    (found,) = _found(rows)
+    assert [(e.metric, e.value) for e in found.evidence[1:]] == [
+        ("operation of the forward that gave NaN first", "log, next to head.weight")
+    ]
+
+
+def test_what_gave_it_to_an_operation_is_said() -> None:
+    rows = _rows({1: [7]}).add("birth", rank=1, step=7, op="addmm", shown="input", fed_by="div", near="head.weight")
+    assert _found(rows)[0].evidence[1].value == "addmm, next to head.weight, given by div"
+
+
+def test_a_graph_that_could_not_be_read_is_said() -> None:
+    rows = _rows({1: [7]}).add("birth", rank=1, step=7, reason="saved tensors lie behind hooks in this step")
+    (found,) = _found(rows)
+    assert len(found.evidence) == 1
+    assert "saved tensors lie behind hooks" in found.cannot_conclude[-1]

@@ -1,0 +1,103 @@
+"""Where a loss that is not finite went wrong, from the graph of its backward, without computing anything anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kit.agent import read, record, running
+from tdbg.rankagent import birth
+
+
+def train(loss_of, steps=1, model=None):
+    """A loop over `loss_of(model, x)`; the model has layers `first` and `last`."""
+    torch.manual_seed(3)
+    net = model or nn.ModuleDict({"first": nn.Linear(3, 4), "last": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(net, torch.ones(2, 3)).backward()
+        optimizer.step()
+
+
+def births(folder, loss_of, **more):
+    return record(folder, lambda: train(loss_of, **more)).get("birth", [])
+
+
+def test_nothing_is_looked_at_while_losses_are_finite(tmp_path):
+    assert births(tmp_path, lambda net, x: net["last"](net["first"](x)).mean(), steps=3) == []
+
+
+def test_the_operation_and_the_parameters_next_to_it(tmp_path):
+    def loss(net, x):
+        hidden = net["first"](x)
+        return net["last"](torch.log(-hidden.abs()).exp()).mean()
+
+    (row,) = births(tmp_path, loss)
+    assert (row["op"], row["shown"], row["whole"]) == ("exp", "result", True)
+    assert set(row["near"].split(", ")) == {"first.weight", "first.bias"}
+
+
+def test_what_fed_an_operation_that_only_kept_its_input(tmp_path):
+    def loss(net, x):
+        hidden = net["first"](x)
+        return net["last"]((hidden - hidden) / (hidden - hidden)).mean()
+
+    (row,) = births(tmp_path, loss)
+    assert (row["op"], row["shown"], row["fed_by"]) == ("addmm", "input", "div")
+
+
+def test_born_after_everything_that_was_saved(tmp_path):
+    (row,) = births(tmp_path, lambda net, x: torch.log(net["last"](net["first"](x)).mean() * 0))
+    assert (row["op"], row["shown"], row["fed_by"]) == ("log", "root", "log")
+
+
+def test_a_mask_of_minus_infinity_is_no_birth(tmp_path):
+    def loss(net, x):
+        hidden = net["first"](x).masked_fill(torch.tensor([True, False, False, True]), -torch.inf)
+        return torch.logsumexp(hidden, 1).mean() + torch.sqrt(net["last"](torch.zeros(2, 4)) - 9).mean()
+
+    (row,) = births(tmp_path, loss)
+    assert (row["op"], row["shown"]) == ("sqrt", "result")
+
+
+def test_checkpointed_activations_are_not_computed_again(tmp_path):
+    calls = []
+
+    def inner(net, x):
+        calls.append(1)
+        return torch.log(-net["first"](x).abs())
+
+    def loss(net, x):
+        return net["last"](checkpoint(inner, net, x, use_reentrant=False)).mean()
+
+    (row,) = births(tmp_path, loss)
+    assert (row["op"], row["reason"]) == ("", "saved tensors lie behind hooks in this step")
+    assert len(calls) == 2  # the forward and the backward's own
+
+
+def test_a_tensor_changed_in_place_since_is_passed_over(tmp_path):
+    def loss(net, x):
+        hidden = torch.exp(net["first"](x)).detach_()
+        root = (net["last"](hidden) * torch.nan).mean()
+        hidden.zero_()
+        return root
+
+    with pytest.raises(RuntimeError, match="inplace operation"):  # torch's own complaint about the program
+        births(tmp_path, loss)
+    (row,) = read(tmp_path)["birth"]
+    assert (row["op"], row["shown"], row["fed_by"]) == ("mul", "input", birth.CONSTANT)
+    assert not any(row["state"] == "disabled" for row in read(tmp_path)["probe"])
+
+
+def test_only_the_first_losses_of_an_attempt_are_looked_at(tmp_path):
+    assert len(births(tmp_path, lambda net, x: net["first"](x).mean() * torch.nan, steps=9)) == 4
+
+
+def test_the_hook_on_saved_tensors_is_put_back(tmp_path):
+    before = torch.autograd.graph.saved_tensors_hooks.__enter__
+    with running(tmp_path):
+        assert torch.autograd.graph.saved_tensors_hooks.__enter__ is not before
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__ is before
