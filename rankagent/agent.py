@@ -4,6 +4,7 @@ Events (all on the training thread, arguments in brackets):
 
     backward_begin [root]      outermost backward starts; `root` is its first tensor
     loss_nonfinite [root]      the scalar that a backward is about to start from is NaN or Inf (on the host only)
+    given_nonfinite [op, tensor]   what an operation of that loss's forward got from outside the graph is not finite
     gradients_local []         last gradient accumulated, reduction in flight (watched steps only)
     unit_gradients [found, wire_dtype]   FSDP is about to reduce a unit (watched steps only): an OwnGradient per tensor,
                                and the type in which it is sent. May come from a thread of autograd's

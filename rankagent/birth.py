@@ -3,11 +3,12 @@
 Operations save tensors for their backward. Below the first of them whose saved values hold NaN, everything that was
 saved is finite, so there it was born, or in an operation between. Read only where nothing is changed by it: saved
 tensors behind hooks (activation checkpointing, offloading) would be computed again, so such a step is left alone.
--Inf is not looked for: masks and logarithms of probabilities hold it by design.
+Of values that were computed Inf is not looked for: masks and logarithms of probabilities hold it by design.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ MOST_NS = 500_000_000  # what one step that is lost anyway may cost
 NEAREST = 3  # parameters that are named
 PARAMETER = "a parameter"
 CONSTANT = "a tensor without gradient, as an input or a constant"
+PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "linear")  # where an Inf makes NaN
 RESULTS = ("result", "output", "result0", "result1")
 
 
@@ -37,6 +39,7 @@ class Birth:
     near: tuple[Any, ...]
     nodes: int
     whole: bool  # all of the graph was looked at
+    given: Any = None  # the tensor that came from outside the graph and is not finite, an input or a constant
 
 
 def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth | None:
@@ -51,9 +54,9 @@ def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth |
     while stack:
         node, ready = stack.pop()
         if ready:
-            shown, giver = _shown(node, known)
+            shown, giver, given = _shown(node, known)
             if shown:
-                return Birth(op(node), shown, (giver,) if giver else (), _near(node), len(done), True)
+                return Birth(op(node), shown, (giver,) if giver else (), _near(node), len(done), True, given)
             continue
         if node in done:
             continue
@@ -65,17 +68,26 @@ def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth |
     return Birth(op(top), "root", _nearest_known(top, known), _near(top), len(done), True)
 
 
-def _shown(node: Any, known: set[Any]) -> tuple[str, str]:
-    """Whether a saved tensor of this operation holds NaN: on which side of it, and what gave it."""
-    found = ("", "")
+def _shown(node: Any, known: set[Any]) -> tuple[str, str, Any]:
+    """Whether a saved tensor of this operation holds NaN: on which side of it, what gave it, the tensor if nothing did.
+
+    What comes from outside, an input or a constant, must not hold Inf either, as only masks of -Inf may."""
+    found: tuple[str, str, Any] = ("", "", None)
     for name, tensor in torchprivate.saved_for_backward(node):
         known.add(node)
         values = tensor.detach()
-        if values.is_floating_point() and values.numel() and bool((values != values).any()):
+        if not values.is_floating_point() or not values.numel():
+            continue
+        bad = values != values
+        outside = name not in RESULTS and tensor.grad_fn is None and not tensor.requires_grad
+        if outside and "mask" not in name:
+            bad |= values.isinf() if op(node) in PRODUCTS else values == math.inf
+        if bool(bad.any()):
+            if outside:
+                return "input", CONSTANT, values
             if name not in RESULTS:
-                giver = tensor.grad_fn
-                return "input", op(giver) if giver is not None else PARAMETER if tensor.requires_grad else CONSTANT
-            found = ("result", "")
+                return "input", op(tensor.grad_fn) if tensor.grad_fn is not None else PARAMETER, None
+            found = ("result", "", None)
     return found
 
 

@@ -3,7 +3,8 @@
 Reads     input, batch, loss
 Says      the ranks, the step, where in the batch, and the ids of the samples
 Unknown   tensors that were left out for their size
-Blind to  inputs made inside the model; values that are missing by design are told from faults by the loss they give
+Blind to  inputs made inside the model; without DDP or FSDP those changed after the loader while the loss is finite;
+          values that are missing by design are told from faults by the loss they give
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PARAMS: Mapping[str, object] = {
     "habit": 0.5,
 }
 SHOWN = 8
+SEVERAL = "which of the step's batches it was: several were taken in it"
+ROWS_FIT = "whether it is the batch itself: it has as many rows, and no gradient"
 
 SQL = """
 WITH hit AS (
@@ -63,7 +66,7 @@ taken AS (
 )
 SELECT f.rank, f.attempt, f.grade, f.step, f.source, f.path, f.dtype, f.nonfinite, f.rows, f.steps, f.last,
        coalesce(t.batches, 0) AS batches,
-       CASE WHEN t.batches = 1 AND f.source = 'batch' AND len(t.ids) > 0
+       CASE WHEN t.batches = 1 AND f.source <> 'forward' AND len(t.ids) > 0
             THEN list_filter(list_transform(f.positions, lambda p: t.ids[p + 1]), lambda i: i IS NOT NULL)
             ELSE [] END AS ids,
        g.step AS last_good
@@ -107,8 +110,8 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 def _finding(hit: Sequence[Row], all_of: Sequence[Row]) -> Finding:
     first = hit[0]
     ranks = tuple(r.rank for r in hit)
-    where = "taken from the loader" if first.source == "batch" else "handed to the model"
-    several = any(r.source == "batch" and r.batches > 1 for r in hit)
+    where = {"batch": "taken from the loader", "graph": "that the forward computed with"}.get(first.source)
+    several = any(r.source != "forward" and r.batches > 1 for r in hit)
     return Finding(
         ranks=ranks,
         first_step=first.step,
@@ -117,10 +120,10 @@ def _finding(hit: Sequence[Row], all_of: Sequence[Row]) -> Finding:
         attempt=first.attempt,
         severity=SEVERITY[first.grade],
         subject=first.path,
-        summary=f"a batch {where} on {listed(ranks)} at step {first.step} holds NaN or Inf "
+        summary=f"a batch {where or 'handed to the model'} on {listed(ranks)} at step {first.step} holds NaN or Inf "
         f"in {first.path or 'a tensor'} ({first.dtype}){SAID[first.grade]}",
         evidence=tuple(_evidence(hit[:SHOWN])),
-        cannot_conclude=("which of the step's batches it was: several were taken in it",) if several else (),
+        cannot_conclude=((SEVERAL,) if several else ()) + ((ROWS_FIT,) if first.source == "graph" else ()),
         next_check="look at these samples in the data set, and at what the transform and collate functions do to them",
     )
 

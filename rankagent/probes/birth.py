@@ -4,7 +4,7 @@ Writes    birth
 Costs     nothing until a loss is not finite; then, at most 4 times an attempt, one look at every tensor that the graph
           holds (half a second at most)
 Blind to  losses on an accelerator, whose value is known only after their backward; activation checkpointing and other
-          hooks on saved tensors, behind which a look would compute anew; compiled regions are one operation; -Inf
+          hooks on saved tensors, behind which a look would compute anew; compiled regions are one operation
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def install(emit: Emit) -> Undo:
             near = [e.name for p in found.near if (e := agent.catalogue.entry(p)) is not None]
             emit(TABLE, (agent.backwards, found.nodes, found.whole),
                  (found.op, found.shown, ", ".join(found.fed_by), ", ".join(near), ""))  # fmt: skip
+            if found.given is not None:
+                agent.fire("given_nonfinite", found.op, found.given)
 
     def entering(original: Any) -> Any:
         def __enter__(hooks: Any) -> Any:

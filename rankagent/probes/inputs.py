@@ -17,7 +17,7 @@ from ..patch import Undo
 from ..tables import Column, Table
 
 TABLE = Table("input", (
-    Column("source", "text", "", "batch: taken from a loader; forward: argument of the root module"),
+    Column("source", "text", "", "batch: taken from a loader; forward: argument of the root module; graph: what an operation of the forward got from outside, where only the loss showed it"),
     Column("tensors", "int32", "", "floating-point tensors looked at"),
     Column("nonfinite", "int64", "", "elements that are NaN or Inf in them"),
     Column("path", "text", "", "first tensor that holds some, e.g. [1] or ['price']; empty for none"),
@@ -67,6 +67,17 @@ def install(emit: Emit) -> Undo:
     def forward(module: Any, args: Any, kwargs: Any) -> None:
         note("forward", scan_of(args if not kwargs else (*args, kwargs) if args else kwargs))
 
+    def in_graph(op: str, tensor: Any) -> None:
+        """Of a model without a wrapper the arguments are not seen: what one operation got shows them, if it has a row
+        for each of the batch's."""
+        handed = [s.rows for s in done.values()]
+        if any(s.nonfinite for s in done.values()) or not tensor.dim() or tensor.shape[0] not in handed:
+            return
+        scan = Scan()
+        scan.rows, scan.elements, scan.tensors = tensor.shape[0], tensor.numel(), 1
+        scan.note(f"what {op} got", nonfinite_in(agent.torch, tensor))
+        note("graph", scan)
+
     def write(step: int, watched: bool) -> None:
         for source, s in done.items():
             if watched or s.nonfinite:
@@ -88,6 +99,7 @@ def install(emit: Emit) -> Undo:
     agent.scan_batch = lambda data: emit.guarded(scan_of, data)
     agent.batch_handed = lambda scan: emit.guarded(note, "batch", scan)
     emit.on("forward_begin", forward)
+    emit.on("given_nonfinite", in_graph)
     emit.on("step_closed", closed)
     emit.on("close", close)
     return lambda: None

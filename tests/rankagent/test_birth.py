@@ -101,3 +101,27 @@ def test_the_hook_on_saved_tensors_is_put_back(tmp_path):
     with running(tmp_path):
         assert torch.autograd.graph.saved_tensors_hooks.__enter__ is not before
     assert torch.autograd.graph.saved_tensors_hooks.__enter__ is before
+
+
+def test_an_input_of_a_model_without_a_wrapper_shows_in_what_an_operation_got(tmp_path):
+    def program():
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        rows = torch.utils.data.TensorDataset(torch.randn(12, 3))
+        for step, (x,) in enumerate(torch.utils.data.DataLoader(rows, batch_size=4)):
+            if step == 1:
+                x = x.clone()
+                x[2, 0] = torch.inf
+            optimizer.zero_grad()
+            (net(x) - net(x)).mean().backward()
+            optimizer.step()
+
+    rows = [r for r in record(tmp_path, program)["input"] if r["source"] == "graph"]
+    assert [(r["step"], r["path"], r["positions"], r["rows"]) for r in rows[:1]] == [(2, "what addmm got", [2], 4)]
+
+
+def test_a_constant_of_the_program_is_no_input(tmp_path):
+    rows = record(tmp_path, lambda: train(lambda net, x: (net["first"](x) * torch.tensor([torch.nan] * 4)).mean()))
+    assert [r["fed_by"] for r in rows["birth"]] == [birth.CONSTANT]
+    assert [r for r in rows.get("input", []) if r["source"] == "graph"] == []

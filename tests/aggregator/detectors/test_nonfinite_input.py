@@ -66,3 +66,15 @@ def test_several_batches_in_a_step_leave_open_which_it_was() -> None:
     (found,) = _found(rows)
     assert found.cannot_conclude
     assert not [e for e in found.evidence if e.metric == "sample ids"]
+
+
+def test_what_an_operation_got_speaks_where_the_arguments_are_not_seen() -> None:
+    rows = _rows({(1, 5): NAN_LOSS})
+    rows.connection.execute("UPDATE input SET nonfinite = 0, positions = [] WHERE rank = 1 AND step = 5")
+    rows.add("input", rank=1, step=5, source="graph", tensors=1, rows=4, nonfinite=1, positions=[2],
+             path="what addmm got", dtype="float32")  # fmt: skip
+    (found,) = _found(rows)
+    assert (found.ranks, found.first_step) == ((1,), 5)
+    assert "that the forward computed with" in found.summary
+    assert "as many rows" in found.cannot_conclude[0]
+    assert ("sample ids", "1052") in [(e.metric, e.value) for e in found.evidence]
