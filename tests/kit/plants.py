@@ -215,6 +215,10 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "PARAM_NOT_OPTIMIZED": Plant(
+        sql("UPDATE tensor SET optimizer = -1 WHERE index = 2",
+            "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]"), None, 1,
+    ),
     "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
     "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),
     "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),
