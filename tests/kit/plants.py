@@ -215,6 +215,12 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "PARAM_NEVER_UPDATED": Plant(
+        sql("UPDATE grad SET l2 = [l2[1], l2[2], -1, l2[4]]",
+            "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]",
+            "INSERT INTO unreached SELECT rank, attempt, 1, time_ns, 900000 + seq, pid, 1, 3, 3, 3, 'out', [2] "
+            "FROM param WHERE stage = 'final'"), None, 1,
+    ),
     "PARAM_NOT_OPTIMIZED": Plant(
         sql("UPDATE tensor SET optimizer = -1 WHERE index = 2",
             "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]"), None, 1,
