@@ -19,7 +19,9 @@ def _rows(l2: float = 1.0, still: bool = True, steps: int = STEPS, stops: int = 
             rests = still and step >= stops
             digests = [100 * step + t if t < 2 or not rests else 7 for t in range(3)]
             rows.add("param", rank=rank, step=step, stage="end", generation=1, digest=digests)
-            rows.add("grad", rank=rank, step=step, stage="local", generation=1, l2=[1.0, 1.0, l2], valid=True, scale=1.0)
+            rows.add(
+                "grad", rank=rank, step=step, stage="local", generation=1, l2=[1.0, 1.0, l2], valid=True, scale=1.0
+            )
             rows.add("step", rank=rank, step=step, optimizers=1, backwards=1)
     return rows
 
