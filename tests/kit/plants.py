@@ -221,6 +221,11 @@ PLANTS: dict[str, Plant] = {
             "INSERT INTO unreached SELECT rank, attempt, 1, time_ns, 900000 + seq, pid, 1, 3, 3, 3, 'out', [2] "
             "FROM param WHERE stage = 'final'"), None, 1,
     ),
+    "TIE_BROKEN": Plant(
+        sql("INSERT INTO tensor SELECT * REPLACE (2 AS generation, 9 AS step) FROM tensor",
+            "UPDATE tensor SET aliases = 'out.weight' WHERE generation = 1 AND index = 0",
+            "DELETE FROM tensor WHERE generation = 1 AND index = 2"), None, 9,
+    ),
     "PARAM_NOT_OPTIMIZED": Plant(
         sql("UPDATE tensor SET optimizer = -1 WHERE index = 2",
             "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]"), None, 1,
