@@ -44,6 +44,7 @@ class Entry:
     shard_start: int  # first flat element of the whole that is held here, -1 when the part is not one piece of it
     shards: str  # ranks over which a sharded tensor's gradient is reduced; empty for any other tensor
     mesh: str  # ranks that together hold all parts of a sharded tensor; empty for any other
+    aliases: str = ""  # other names of the same tensor in its model, comma separated
 
     @property
     def tensor(self) -> Any:
@@ -60,6 +61,8 @@ class Catalogue:
         self._signature: Any = None
         self._by_id: dict[int, Entry] = {}
         self._tops: list[weakref.ReferenceType[Any]] = []
+        self._built: list[tuple[str, int]] = []  # what `_structure` gave when it was built
+        self._doubtful = False  # a parameter was registered somewhere since then
         self.generation = 0
         self.params: list[Entry] = []
         self.buffers: list[Entry] = []
@@ -105,7 +108,13 @@ class Catalogue:
             tuple(i for i, _, _ in self.ddps()),
         )
         if signature == self._signature:
-            return False
+            if not self._doubtful or in_backward:
+                return False
+            self._doubtful = False
+            # FSDP shows gathered parameters for a while: only what is there in the same form can be compared
+            if any(e.sharing == "sharded" for e in self.params) or self._structure() == self._built:
+                return False
+            self._signature = None
         if in_backward and not torchprivate.knows_gathered():
             params = (p for o in optimizers.values() for g in o.param_groups for p in g["params"])
             if any(torchprivate.is_shard(p) for p in params):
@@ -124,6 +133,10 @@ class Catalogue:
         """Whether this module is a whole model that an optimizer trains, not a part of one."""
         return any(ref() is module for ref in self._tops)
 
+    def tops(self) -> list[Any]:
+        """The whole models that optimizers train."""
+        return [m for ref in self._tops if (m := ref()) is not None]
+
     def _build(self, optimizers: dict[int, Any]) -> None:
         held: dict[int, tuple[int, str]] = {}
         keep = []  # the ids stay valid while these live
@@ -138,10 +151,12 @@ class Catalogue:
         roots = self._roots(held)
         self._tops = [weakref.ref(root.module) for root in roots]
         for number, root in enumerate(roots):
+            also = _aliases(root.module)
             for name, p in root.layouts.named(root.module):
                 if id(p) not in seen:
                     seen.add(id(p))
-                    params.append(self._entry(len(params), "param", name, number, root, p, held))
+                    entry = self._entry(len(params), "param", name, number, root, p, held)
+                    params.append(replace(entry, aliases=",".join(a for a in also.get(id(p), ()) if a != entry.name)))
             buffers += [self._entry(0, "buffer", n, number, root, b, held) for n, b in root.module.named_buffers()]
         nowhere = Root(None, None, Layouts(), True)
         for p in keep:
@@ -152,6 +167,15 @@ class Catalogue:
         self.params = params
         self.buffers = [replace(b, index=len(params) + i) for i, b in enumerate(buffers)]
         self._by_id = {id(t): e for e in params if (t := e.ref()) is not None}
+        self._built = self._structure()
+
+    def changed(self) -> None:
+        """Some module got a parameter: at the next refresh look whether it is one of these models'."""
+        self._doubtful = True
+
+    def _structure(self) -> list[tuple[str, int]]:
+        """Every name of every parameter of the models, and which tensor it is."""
+        return [(n, id(p)) for top in self.tops() for n, p in top.named_parameters(remove_duplicate=False)]
 
     def _roots(self, held: dict[int, tuple[int, str]]) -> list[Root]:
         """Modules that hold the optimizers' parameters, in the order of those."""
@@ -218,6 +242,14 @@ class Root:
 
 def _ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(r) for r in ranks)
+
+
+def _aliases(module: Any) -> dict[int, list[str]]:
+    """All names of each tensor that has several."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(clean(name))
+    return {key: found for key, found in names.items() if len(found) > 1}
 
 
 def clean(name: str) -> str:

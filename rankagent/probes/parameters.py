@@ -14,7 +14,7 @@ from typing import Any
 from .. import fingerprint, torchprivate
 from ..agent import Emit
 from ..catalogue import REPLICATED, Entry
-from ..patch import Undo
+from ..patch import Undo, replace
 from ..tables import Column, Table
 
 PARAM = Table("param", (
@@ -54,6 +54,7 @@ TENSOR = Table("tensor", (
     Column("shard_start", "int64", "", "first flat element of the whole that this rank holds; -1: its part is not one piece of it"),
     Column("shards", "text", "", "sharded: global ranks over which its gradient is reduced; empty for others and where not known"),
     Column("mesh", "text", "", "sharded: global ranks that together hold all parts of it"),
+    Column("aliases", "text", "", "other names under which its model holds the same tensor, comma separated"),
 ), "one row per tensor and catalogue")  # fmt: skip
 
 TABLES = (PARAM, BUFFER, TENSOR)
@@ -107,7 +108,7 @@ def install(emit: Emit) -> Undo:
                 emit(TENSOR, (catalogue.generation, e.index, e.model, e.numel, t.requires_grad, e.optimizer,
                               e.broadcast, e.full_numel, e.shard_start),
                      (e.kind, e.name, e.model_type, e.shape, str(t.dtype).removeprefix("torch."), e.sharing, e.peers,
-                      e.shards, e.mesh))  # fmt: skip
+                      e.shards, e.mesh, e.aliases))  # fmt: skip
         return True
 
     def sweep(stage: str, step: int, everything: bool = False) -> None:
@@ -167,12 +168,27 @@ def install(emit: Emit) -> Undo:
 
         agent.landing.land(wanted, landed)
 
+    def register(original: Any) -> Any:
+        def register_parameter(module: Any, name: Any, param: Any) -> Any:
+            if not compiling():
+                catalogue.changed()
+            return original(module, name, param)
+
+        return register_parameter
+
+    compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
+    put_back = replace(agent.torch.nn.Module, "register_parameter", register)
     emit.on("before_update", before_update)
     emit.on("step_end", step_end)
     emit.on("buffers_synced", buffers_synced)
     emit.on("ending", ending)
     emit.on("close", ending)
-    return on_device.clear
+
+    def undo() -> None:
+        put_back()
+        on_device.clear()
+
+    return undo
 
 
 def sentinels(params: list[Entry]) -> list[Entry]:

@@ -215,6 +215,21 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "PARAM_NEVER_UPDATED": Plant(
+        sql("UPDATE grad SET l2 = [l2[1], l2[2], -1, l2[4]]",
+            "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]",
+            "INSERT INTO unreached SELECT rank, attempt, 1, time_ns, 900000 + seq, pid, 1, 3, 3, 3, 'out', [2] "
+            "FROM param WHERE stage = 'final'"), None, 1,
+    ),
+    "TIE_BROKEN": Plant(
+        sql("INSERT INTO tensor SELECT * REPLACE (2 AS generation, 9 AS step) FROM tensor",
+            "UPDATE tensor SET aliases = 'out.weight' WHERE generation = 1 AND index = 0",
+            "DELETE FROM tensor WHERE generation = 1 AND index = 2"), None, 9,
+    ),
+    "PARAM_NOT_OPTIMIZED": Plant(
+        sql("UPDATE tensor SET optimizer = -1 WHERE index = 2",
+            "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]"), None, 1,
+    ),
     "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
     "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),
     "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),

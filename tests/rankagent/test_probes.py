@@ -21,7 +21,7 @@ PATCHED = [
     (torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.cuda, "manual_seed_all"),
     (random, "seed"), (numpy.random, "seed"),
     (nn.utils, "clip_grad_norm_"), (nn.utils.clip_grad, "clip_grad_norm_"), (nn.utils, "clip_grad_value_"),
-    (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "load_state_dict"),
+    (nn.Module, "register_parameter"), (torch.optim.Optimizer, "__init__"), (torch.optim.Optimizer, "load_state_dict"),
     *[(getattr(torch.optim.lr_scheduler, n), "__init__") for n in ("LRScheduler", "ReduceLROnPlateau", "SequentialLR")],
     (torch.amp.GradScaler, "scale"), (torch.amp.GradScaler, "_maybe_opt_step"),
     (torch.distributed, "destroy_process_group"), (torch.distributed.algorithms.join.Join, "__enter__"),
