@@ -124,6 +124,10 @@ class Catalogue:
         """Whether this module is a whole model that an optimizer trains, not a part of one."""
         return any(ref() is module for ref in self._tops)
 
+    def tops(self) -> list[Any]:
+        """The whole models that optimizers train, by their number in `Entry.model`; None for one that is gone."""
+        return [ref() for ref in self._tops]
+
     def _build(self, optimizers: dict[int, Any]) -> None:
         held: dict[int, tuple[int, str]] = {}
         keep = []  # the ids stay valid while these live
