@@ -134,8 +134,8 @@ class Catalogue:
         return any(ref() is module for ref in self._tops)
 
     def tops(self) -> list[Any]:
-        """The whole models that optimizers train."""
-        return [m for ref in self._tops if (m := ref()) is not None]
+        """The whole models that optimizers train, by their number in `Entry.model`; None for one that is gone."""
+        return [ref() for ref in self._tops]
 
     def _build(self, optimizers: dict[int, Any]) -> None:
         held: dict[int, tuple[int, str]] = {}

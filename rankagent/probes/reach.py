@@ -66,7 +66,7 @@ def install(emit: Emit) -> Undo:
                 without[id(p)] = e
         if not without:
             return
-        for top in agent.catalogue.tops():
+        for top in filter(None, agent.catalogue.tops()):
             for name, module in top.named_modules():
                 if isinstance(module, agent.torch.jit.ScriptModule):
                     continue

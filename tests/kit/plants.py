@@ -73,6 +73,7 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
     for index, name in enumerate(BUFFERS, start=len(TENSORS)):
         rows.add("tensor", **me, generation=1, index=index, kind="buffer", name=name, model_type="Net", shape="8",
                  dtype="float32", numel=8, optimizer=-1, sharing="ddp", peers=peers, broadcast=1)  # fmt: skip
+    rows.add("mode", **me, step=1, backwards=1, model_type="Net")
     rows.add("param", **me, step=1, stage="start", generation=1, l2=[1.0] * 4, digest=[1, 2, 3, 4])
     rows.add(
         "optim", **me, step=1, class_name="AdamW", lr=0.001, settings='{"weight_decay": 0.01}', tensors=4, members=77
@@ -205,6 +206,10 @@ PLANTS: dict[str, Plant] = {
             "WHERE rank = 2 AND step = 9",
             "UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step = 9"),
         (2,), 9,
+    ),
+    "EVAL_MODE_TRAINING": Plant(
+        lambda rows: rows.add("mode", rank=2, pid=102, step=9, backwards=1, in_eval=1, before=8, sensitive=1,
+                              model_type="Net", names="drop"), (2,), 9,
     ),
     "NONFINITE_LOSS": Plant(
         sql("UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step >= 9"), (2,), 9
