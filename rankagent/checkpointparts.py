@@ -22,7 +22,7 @@ TORCH_BYTES = 5056  # size of the state of torch's CPU generator
 
 @dataclass
 class Parts:
-    """`held` goes into the table as JSON; `tensors` are the weights themselves, which the caller must not keep alive."""
+    """`held` goes into the table as JSON; `tensors` are the weights themselves, not to be kept alive."""
 
     held: dict[str, Any] = field(default_factory=dict)
     tensors: list[Any] = field(default_factory=list)

@@ -218,7 +218,7 @@ def install(emit: Emit) -> Undo:
 
     def to_rng(args: Any, kwargs: Any, result: Any) -> None:
         # recomputation and forked streams set states too, at any time; what counts follows weights, before any backward
-        if pending[0] is not None and pending[0].backwards == agent.backwards_total or recently():
+        if (pending[0] is not None and pending[0].backwards == agent.backwards_total) or recently():
             write("apply", "rng", "")
 
     def recently() -> bool:
