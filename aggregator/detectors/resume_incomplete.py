@@ -55,12 +55,8 @@ ORDER BY c.attempt, c.rank, c.seq
 
 Row = resumes.Event
 ORDER = ("model", "optimizer", "scheduler", "scaler", "sampler", "rng")
-GRAVE = (
-    "model",
-    "optimizer",
-    "scheduler",
-    "scaler",
-)  # without them other updates are made; the rest draws other numbers
+# without them other updates are made; the rest only draws other numbers
+GRAVE = ("model", "optimizer", "scheduler", "scaler")
 # A LambdaLR may be given a function that begins later; its rate then is that of the file from the start. Rates that were
 # computed and saved agree to rounding; 5 % leaves room for the steps between the save and the count in the function.
 LATER_LAMBDA = 0.05
@@ -225,10 +221,9 @@ def _finding(alike: Sequence[Missing], ranks: tuple[int, ...]) -> Finding:
     consequence = "" if grave else ": the run is no exact continuation"
     return Finding(
         ranks=ranks, first_step=of.step, attempt=of.attempt, severity=severity, subject=first.subject,
-        summary=f"training went on from a checkpoint on {ranks_text(ranks)} without its state of: {first.subject}{consequence}"
-                f"{never} (a resume, as {of.why})",
-        evidence=tuple(evidence), cannot_conclude=("whether this was meant",) if not grave else (
-            "whether the part was left out on purpose",),
+        summary=f"training went on from a checkpoint on {ranks_text(ranks)} without its state of: {first.subject}"
+                f"{consequence}{never} (a resume, as {of.why})",
+        evidence=tuple(evidence), cannot_conclude=("whether the state was left out on purpose",),
         next_check="save and load the state_dict of " + ", ".join(grave) if grave
                    else "save and set again the random streams and the sampler's epoch, if runs must be repeatable",
     )  # fmt: skip

@@ -138,7 +138,7 @@ def install(emit: Emit) -> Undo:
         if event == "load":
             remember(number, parts)
         path = path_of(file)
-        about = identity_of(path)
+        about: dict[str, float] = dict(identity_of(path))
         if event == "save":
             about["position"] = max([p for _, s, _ in schedulers.alive() if (p := position(s)) >= 0], default=-1)
             about["lr"] = next((lr_of(o) for o in agent.catalogue.optimizers().values()), math.nan)
@@ -164,9 +164,10 @@ def install(emit: Emit) -> Undo:
     # -------------------------------------------------------- what is put back
 
     def begun() -> Applied:
-        if pending[0] is None or pending[0].backwards != agent.backwards_total:
-            pending[0] = Applied(agent.backwards_total)
-        return pending[0]
+        applied = pending[0]
+        if applied is None or applied.backwards != agent.backwards_total:
+            applied = pending[0] = Applied(agent.backwards_total)
+        return applied
 
     def watch_apply(owner: Any, name: str, note: Any) -> None:
         """Call `note(object, args, kwargs, result)` after a method that puts state back; its own calls are not seen."""
@@ -236,7 +237,7 @@ def install(emit: Emit) -> Undo:
         if nth > 2 or torchprivate.spreads_state(optimizer):
             return
         params = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
-        at = {"backwards": applied.backwards, "nth": nth}
+        at: dict[str, Any] = {"backwards": applied.backwards, "nth": nth}
         write("update", "optimizer", type(optimizer).__name__, object=number, params=len(params), entries=filled(optimizer),
               covered=len(params & applied.loaded()), lr=lr_of(optimizer), **at)  # fmt: skip
         for _, scheduler, lr in schedulers.alive():
