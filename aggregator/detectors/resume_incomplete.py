@@ -57,8 +57,8 @@ Row = resumes.Event
 ORDER = ("model", "optimizer", "scheduler", "scaler", "sampler", "rng")
 # without them other updates are made; the rest only draws other numbers
 GRAVE = ("model", "optimizer", "scheduler", "scaler")
-# A LambdaLR may be given a function that begins later; its rate then is that of the file from the start. Rates that were
-# computed and saved agree to rounding; 5 % leaves room for the steps between the save and the count in the function.
+# A LambdaLR may be given a function that begins later; its rate is that of the file from the start then. Such rates
+# agree to rounding; 5 % leaves room for the steps between the save and the count in the function.
 LATER_LAMBDA = 0.05
 
 

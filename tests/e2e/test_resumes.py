@@ -1,4 +1,4 @@
-"""Resumes in real jobs: a complete one raises nothing, one that forgets a part names it, in one process and over two runs.
+"""Resumes in real jobs: a complete one raises nothing, one that forgets a part names it.
 
 The Trainer's own resume is complete; that nothing is said of it is checked where transformers is installed.
 """
