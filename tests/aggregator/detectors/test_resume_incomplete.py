@@ -14,7 +14,8 @@ FILE = {"model": 2, "optimizer": 2, "scheduler": 40, "lr": 0.01, "counters": {"e
 
 
 def resumed(ranks: int = 2, held: Any = FILE, apply: tuple[str, ...] = ("optimizer",),
-            entries: tuple[int, int] = (2, 2), position: int | None = None, attempt: int = 0, path: str = "/a/last.pt", params: int = 2, applied: int = 2,
+            entries: tuple[int, int] = (2, 2),
+            position: int | None = None, attempt: int = 0, path: str = "/a/last.pt", params: int = 2, applied: int = 2,
             steps: int = 3, climb: int = 1, schedule: str = "StepLR", lr_made: float = 0.1) -> Rows:  # fmt: skip
     """Each rank loads a file before its first update, applies the weights and these parts, and goes on."""
     rows = Rows()
