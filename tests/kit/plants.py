@@ -127,6 +127,20 @@ def loud(rows: Rows) -> None:
         WHERE stage = 'local' AND rank = 2 AND step >= 25""")
 
 
+def resumed(rows: Rows) -> None:
+    """Every rank begins with the weights of a checkpoint and loads its schedule, yet the optimizer has no state."""
+    held = '{"model": 4, "optimizer": 4, "scheduler": 9, "counters": {"epoch": 3}}'
+    for (rank,) in rows.connection.execute("SELECT DISTINCT rank FROM step").fetchall():
+        me = {"rank": rank, "pid": 100 + rank, "step": 1}
+        applied = {"event": "apply", "params": 4, "entries": 4}
+        rows.add("checkpoint", **me, event="load", number=1, path="/a/last.pt", parts=held)
+        rows.add("checkpoint", **me, **applied, part="model", source=1)
+        rows.add("checkpoint", **me, **applied, part="scheduler", position=9)
+        for nth, entries in ((1, 0), (2, 4)):
+            rows.add("checkpoint", **(me | {"step": nth}), event="update", part="optimizer", nth=nth,
+                     class_name="AdamW", params=4, covered=4, entries=entries)  # fmt: skip
+
+
 def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     me = {"rank": rank, "pid": 100 + rank, "step": step}
     epoch, index = divmod(step - 1, PASS)
@@ -285,6 +299,8 @@ PLANTS: dict[str, Plant] = {
     "IDENTITY_MISMATCH": Plant(
         sql("UPDATE identity SET value = 'decade' WHERE rank = 2 AND key = 'code.model'"), (2,), None
     ),
+    "RESTARTED": Plant(sql("INSERT INTO step SELECT * REPLACE (1 AS attempt) FROM step WHERE step <= 3"), None, 1),
+    "RESUME_INCOMPLETE": Plant(resumed, None, 1),
     "RANK_FAILED": Plant(
         sql("UPDATE exit SET exit_code = -15, stopped_by_launcher = TRUE, step = 9, ended_ns = ended_ns + 1",
             "UPDATE exit SET exit_code = -9, stopped_by_launcher = FALSE, step = 8, ended_ns = 1 WHERE rank = 2",
