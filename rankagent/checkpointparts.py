@@ -89,7 +89,7 @@ def _weights(value: Mapping[Any, Any]) -> Iterator[Any]:
     """The tensors of a mapping that holds names and tensors; nothing for any other one."""
     found = []
     for name, item in value.items():
-        if hasattr(item, "is_cuda") and hasattr(item, "dim"):
+        if hasattr(item, "dim") and hasattr(item, "is_cuda"):
             found.append(item)
         elif not str(name).endswith(("_extra_state", "_metadata")):
             return
@@ -99,7 +99,7 @@ def _weights(value: Mapping[Any, Any]) -> Iterator[Any]:
 
 def is_random_state(value: Any) -> bool:
     """The state of a generator of torch, python or numpy."""
-    if hasattr(value, "is_cuda"):
+    if hasattr(value, "dim"):  # not is_cuda, which a typed storage answers with a warning
         return str(value.dtype) == "torch.uint8" and value.dim() == 1 and value.numel() == TORCH_BYTES
     if isinstance(value, (tuple, list)) and len(value) >= 3:
         return value[0] == "MT19937" if isinstance(value[0], str) else _is_python_state(value)

@@ -1,13 +1,15 @@
 """Modules whose parameters the first backward left without a gradient: whether they run, and on what.
 
 Writes    unreached
-Costs     one look at every parameter after the first backward of a catalogue; then, for such modules alone, a hook on
-          their forward until three more backwards are over
-Blind to  modules that a compiled graph runs; parts of models that FSDP shards; modules that are used later than that
+Costs     one look at every parameter after the first backward of a catalogue; then, where there are such modules, torch's
+          global hook before each module's forward until three more backwards are over
+Blind to  modules that a compiled graph runs; parts of models that FSDP shards; modules that are used later than that;
+          keyword arguments
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,7 @@ class Watched:
 
     name: str
     entries: list[Entry]
-    handle: Any = None
+    ref: weakref.ReferenceType[Any]
     calls: int = 0
     from_data: int = 0
 
@@ -42,7 +44,8 @@ class Watched:
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     looked = [0]  # catalogue generation that was looked at
-    watched: list[Watched] = []
+    watched: dict[int, Watched] = {}  # by the module's id
+    handle: list[Any] = []
     seen = [0]
     compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
 
@@ -66,39 +69,40 @@ def install(emit: Emit) -> Undo:
                 without[id(p)] = e
         if not without:
             return
-        for top in filter(None, agent.catalogue.tops()):
-            for name, module in top.named_modules():
+        for top in agent.catalogue.tops():
+            for name, module in () if top is None else top.named_modules():
                 if isinstance(module, agent.torch.jit.ScriptModule):
                     continue
                 mine = [without[id(p)] for p in module._parameters.values() if id(p) in without]
                 if mine:
-                    w = Watched(clean(name), mine)
-                    w.handle = module.register_forward_pre_hook(counter(w), with_kwargs=True)
-                    watched.append(w)
+                    watched[id(module)] = Watched(clean(name), mine, weakref.ref(module))
+        if watched:
+            # not on the modules themselves: there it would be copied and pickled with the model
+            handle.append(agent.torch.nn.modules.module.register_module_forward_pre_hook(before))
 
-    def counter(w: Watched) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            if not compiling():  # dynamo would trace what follows into the user's graph
-                emit.guarded(count, w, args, kwargs)
+    def before(module: Any, args: Any) -> None:
+        if compiling():  # dynamo would trace what follows into the user's graph
+            return
+        w = watched.get(id(module))
+        if w is not None and w.ref() is module:
+            emit.guarded(count, w, args)
 
-        return hook
-
-    def count(w: Watched, args: Any, kwargs: Any) -> None:
+    def count(w: Watched, args: Any) -> None:
         if not agent.torch.is_grad_enabled():
             return
         w.calls += 1
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, agent.torch.Tensor)]
+        tensors = [a for a in args if isinstance(a, agent.torch.Tensor)]
         w.from_data += bool(tensors) and not any(t.requires_grad for t in tensors)
 
     def write() -> None:
         if looked[0] == agent.catalogue.generation:
-            for w in watched:
+            for w in watched.values():
                 emit(TABLE, (looked[0], w.calls, w.from_data, seen[0]), (w.name, [e.index for e in w.entries]))
         forget()
 
     def forget() -> None:
-        for w in watched:
-            w.handle.remove()
+        while handle:
+            handle.pop().remove()
         watched.clear()
 
     emit.on("backward_end", backward_end)
