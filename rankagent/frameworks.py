@@ -3,7 +3,8 @@
 A name that is absent makes the feature "not recorded"; it never breaks training. Present in accelerate 1.15
 (DataLoaderDispatcher._fetch_batches), lightning 2.6 (_PrefetchDataFetcher, _DataFetcher), torchdata 0.11
 (StatefulDataLoader._get_iterator, _StatefulMultiProcessingDataLoaderIter._reset; all four used in `readahead`) and
-datasets 5.2 (Dataset._data, Dataset._indices, Dataset._fingerprint).
+datasets 5.2 (Dataset._data, Dataset._indices, Dataset._fingerprint). Of transformers 5.24 the Trainer's
+`callback_handler` is used, which has no promise to stay.
 """
 
 from __future__ import annotations
@@ -35,3 +36,15 @@ def parts_of_table(table: Any) -> Iterator[bytes]:
     for k in range(min(rows, ROWS_READ)):
         at = k * (rows - 1) // max(1, min(rows, ROWS_READ) - 1)
         yield repr(table.slice(at, 1).to_pydict())[:65536].encode()
+
+
+def last_logged(trainer: Any) -> dict[str, Any]:
+    """The last entry of a Hugging Face Trainer's history of its log; empty where there is none."""
+    history = getattr(getattr(trainer, "state", None), "log_history", None)
+    return history[-1] if isinstance(history, list) and history and isinstance(history[-1], dict) else {}
+
+
+def trainer_callbacks(trainer: Any) -> list[str]:
+    """Classes of the callbacks that a Hugging Face Trainer calls, in order, its own among them."""
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
+    return [type(c).__name__ for c in callbacks] if isinstance(callbacks, list) else []

@@ -150,6 +150,9 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("input", **me, source="batch", tensors=2, rows=BATCH)
     rows.add("step", **me, optimizers=1, backwards=1, watched=True, cadence=1, step_ns=10**7, agent_ns=10**4)
     rows.add("loss", **me, backwards=1, total=1 / step + rank / 100, last=1.0, first_nonfinite=-1, scale=1.0)
+    mean_loss = 1 / step + (ranks - 1) / 200
+    rows.add("logged", **me, first=step, global_step=step, updates=1, micros=1, returned=1 / step + rank / 100,
+             magnitude=1 / step + rank / 100, entered=mean_loss, stands=mean_loss, history=mean_loss)  # fmt: skip
     rows.add("grad", **me, stage="local", generation=1, l2=[1.0 + rank] * 4, valid=True, scale=1.0, synced=1,
              sketch=sketch(rank, step))  # fmt: skip
     reduced = [500 * step + t for t in range(len(TENSORS))]
@@ -227,6 +230,9 @@ PLANTS: dict[str, Plant] = {
     ),
     "NONFINITE_LOSS": Plant(
         sql("UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step >= 9"), (2,), 9
+    ),
+    "LOGGED_LOSS_MISMATCH": Plant(
+        sql("UPDATE logged SET stands = entered / 3, history = entered / 3 WHERE rank = 2 AND step >= 9"), (2,), 9
     ),
     "NONFINITE_GRAD": Plant(
         sql("UPDATE grad SET nonfinite = [2] WHERE rank = 2 AND stage = 'local' AND step >= 9",

@@ -1,0 +1,60 @@
+"""A Hugging Face Trainer whose callback rewrites the logged loss is found; the same training without it is silent."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kit.job import job, run
+
+TRAIN = """
+import sys, torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(i))
+        return {"x": x, "labels": x[:2].sum()}
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+    def forward(self, x, labels=None):
+        out = self.layer(x).squeeze(-1)
+        return {"loss": torch.nn.functional.mse_loss(out, labels), "logits": out}
+
+class Smooth(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "loss" in logs and state.global_step > 4:
+            logs["loss"] = state.log_history[-1]["loss"] = 0.3 * logs["loss"]
+
+torch.manual_seed(1)
+args = TrainingArguments(output_dir="out", max_steps=11, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+                         logging_steps=2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)
+Trainer(model=Net(), args=args, train_dataset=Rows(), callbacks=[Smooth()] if sys.argv[1] == "smooth" else []).train()
+"""
+
+
+@pytest.mark.parametrize("how", ["smooth", "plain"])
+def test_a_rewritten_log_is_found_and_a_true_one_is_not(tmp_path: Path, how: str) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")):
+        pytest.skip("transformers or accelerate is not installed")
+    ended = run(tmp_path, job(TRAIN, arguments=(how,)))
+    assert ended.code == 0, ended
+    entries = ended.rows("SELECT rank, first, step, updates, micros FROM logged ORDER BY rank, step")
+    assert entries == [(r, s - 1, s, 2, 4) for r in (0, 1) for s in (2, 4, 6, 8, 10)]
+    found = [i for i in ended.verdict["incidents"] if i["reason_code"] == "LOGGED_LOSS_MISMATCH"]
+    outcomes = {v["reason_code"]: v["outcome"] for v in ended.verdict["verdicts"]}
+    if how == "plain":
+        assert (found, outcomes["LOGGED_LOSS_MISMATCH"]) == ([], "CLEAR")
+    else:
+        (one,) = found
+        assert (one["ranks"], one["first_step"], one["last_good_step"]) == ([0, 1], 6, 4)
+        assert (one["severity"], one["evidence_state"], one["subject"]) == ("warning", "OBSERVED", "loss")
+        assert any("Smooth" in e["value"] for e in one["evidence"])
