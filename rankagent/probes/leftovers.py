@@ -1,10 +1,11 @@
-"""Whether the gradient that one update has used is still there when the next one is made of it.
+"""Whether the gradient that one update has used is still there for the next, and whether one was thrown away unused.
 
-Writes    leftover
+Writes    leftover; the column `discarded` of step
 Costs     at watched updates a copy of the smallest gradient of each optimizer, and at the backwards up to its next update
-          two passes over that: 10 us each
+          two passes over that: 10 us each; a flag at each zero_grad()
 Blind to  optimizers that step inside the backward; gradients that FSDP1 sets aside; zeroing that leaves out the one
-          parameter looked at, or only that one
+          parameter looked at, or only that one; gradients thrown away otherwise than by zero_grad(), or filled with zeros
+          on an accelerator
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import weakref
 from typing import Any
 
 from .. import torchprivate
-from ..agent import Emit
-from ..patch import Undo
+from ..agent import Emit, StepInfo
+from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
 
 TABLE = Table("leftover", (
@@ -29,6 +30,8 @@ TRIED = 4  # small parameters that are looked at until one has a gradient that i
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     watched: dict[int, Sentinel] = {}
+    zeroed = [False]  # zero_grad() was called after a backward that no update has used yet
+    compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
 
     def before_update(optimizer: Any, number: int) -> None:
         sentinel = watched.pop(number, None)
@@ -59,10 +62,37 @@ def install(emit: Emit) -> Undo:
     def backward_begin(root: Any) -> None:
         for sentinel in watched.values():
             sentinel.look()
+        if zeroed[0]:
+            zeroed[0] = False
+            if agent.backwards > agent.discarded and not agent.window.stepped and nothing_left():
+                agent.discarded = agent.backwards
+
+    def nothing_left() -> bool:
+        """Whether no optimizer holds a gradient: one model's may be zeroed while another's are kept for its turn."""
+        for optimizer in agent.catalogue.optimizers().values():
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    grad = torchprivate.local_shard(p.grad) if p.grad is not None else None
+                    if grad is not None and (grad.is_cuda or bool(grad.any())):
+                        return False
+        return True
+
+    def zero(original: Any) -> Any:
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not compiling() and agent.backwards and not agent.updating:
+                zeroed[0] = True
+            return original(owner, *args, **kwargs)
+
+        return zero_grad
+
+    def closed(info: StepInfo) -> None:
+        zeroed[0] = False
 
     emit.on("before_update", before_update)
     emit.on("backward_begin", backward_begin)
-    return lambda: None
+    emit.on("step_closed", closed)
+    optim = __import__("torch.optim.optimizer", fromlist=["optimizer"])
+    return undo_all([replace(optim.Optimizer, "zero_grad", zero), replace(agent.torch.nn.Module, "zero_grad", zero)])
 
 
 class Sentinel:

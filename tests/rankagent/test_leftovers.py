@@ -125,3 +125,53 @@ def test_training_is_the_same_to_the_bit(tmp_path):
     train()
     record(tmp_path, train)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def discarded(folder, program):
+    return [r["discarded"] for r in record(folder, program)["step"]]
+
+
+def test_backwards_whose_gradients_are_zeroed_before_an_update_are_counted(tmp_path):
+    def train():
+        torch.manual_seed(1)
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for number in range(1, 8):
+            net(torch.randn(4, 3)).pow(2).mean().backward()
+            if number in (3, 7):
+                optimizer.step()
+            if number in (3, 5):  # the fourth and fifth are thrown away
+                optimizer.zero_grad()
+
+    assert discarded(tmp_path, train) == [0, 2]
+
+
+def test_two_models_in_turn_and_closures_throw_nothing_away(tmp_path):
+    def gan():
+        torch.manual_seed(1)
+        maker, judge = nn.Linear(2, 3), nn.Linear(3, 1)
+        first, second = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (judge, maker))
+        for _ in range(3):
+            made = maker(torch.randn(4, 2))
+            first.zero_grad()
+            judge(made.detach()).mean().backward()
+            second.zero_grad()
+            judge(made).mean().backward()
+            first.step()
+            second.step()
+
+    def closures():
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(torch.ones(4, 3)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    assert set(discarded(tmp_path / "gan", gan)) == {0}
+    assert set(discarded(tmp_path / "closures", closures)) == {0}
