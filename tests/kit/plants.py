@@ -215,6 +215,10 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "LR_EXHAUSTED": Plant(
+        sql("INSERT INTO optim SELECT * REPLACE (13 AS step, seq + 9999 AS seq, 0.0 AS lr) FROM optim WHERE step = 1"),
+        None, 13,
+    ),
     "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
     "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),
     "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),
