@@ -219,6 +219,11 @@ PLANTS: dict[str, Plant] = {
         sql("INSERT INTO optim SELECT * REPLACE (13 AS step, seq + 9999 AS seq, 0.0 AS lr) FROM optim WHERE step = 1"),
         None, 13,
     ),
+    "LOSS_NOT_NORMALISED": Plant(  # two steps' batches become one step's
+        sql("UPDATE loss SET undivided = TRUE, backwards = 2", "UPDATE step SET backwards = 2",
+            "UPDATE batch SET step = (step + 1) // 2 WHERE loader = 0", "UPDATE batch SET backwards = index"),
+        None, 1,
+    ),
     "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
     "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),
     "SAMPLER_SEED_MISMATCH": Plant(sql("UPDATE sampler SET seed = 8 WHERE rank = 2"), (2,), 1),
