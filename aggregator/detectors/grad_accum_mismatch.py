@@ -66,10 +66,11 @@ WITH part AS (
            w.plain AND w.inner_one AND w.n <> coalesce(p.n, u.n) AND coalesce(p.n, u.n) > 1 AS odd,
            w.discarded > 0 AS wasted, w.discarded > 0 AND w.passes > 1 AS wasted_end
     FROM whole w JOIN usual u USING (rank, attempt) LEFT JOIN of_pass p USING (rank, attempt, pass)
-), declared_one AS (
-    SELECT rank, attempt, max(value)::INTEGER AS value, arg_max(source, value) AS source
-    FROM declared WHERE key = 'gradient_accumulation_steps' GROUP BY ALL
-    HAVING min(value) = max(value)  -- what changes in between is a schedule
+), steady AS (  -- what changes in between is a schedule
+    SELECT rank, attempt, source, max(value)::INTEGER AS value FROM declared
+    WHERE key = 'gradient_accumulation_steps' GROUP BY ALL HAVING min(value) = max(value)
+), declared_one AS (  -- a trainer tells what it sits on as well, or keeps it to itself
+    SELECT rank, attempt, max(value) AS value, arg_max(source, value) AS source FROM steady GROUP BY ALL
 )
 SELECT j.rank, j.attempt, count(*), coalesce(max(usual), 0), max(windows), coalesce(max(usual_backwards), 0),
        max(counted), count(*) FILTER (inner_one AND n = usual),
