@@ -58,6 +58,7 @@ class StepInfo:
     cadence: int
     step_ns: int
     agent_ns: int
+    discarded: int = 0
     phases: dict[str, int] = field(default_factory=dict)
 
 
@@ -104,6 +105,7 @@ class Agent:
         self.phases: dict[str, int] = {}
         self.phase = "other"  # where the training thread is, for a failure's row
         self.skipped = False
+        self.discarded = 0  # backwards of the step in progress whose gradients were thrown away
         self.odd = False  # an alarm was raised in the step in progress
         self.scale: Any = None  # loss scale tensor used in the step in progress
         self.spent_ns = 0
@@ -120,6 +122,7 @@ class Agent:
         self.batch_taken: Callable[[Any, int, int, str], None] = lambda *taken: None
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
         self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
+        self.updating: list[int] = []  # set by the hooks: ids of the optimizers whose step() runs, outermost first
 
     # -------------------------------------------------------- probes and events
 
@@ -197,10 +200,11 @@ class Agent:
         optimizers = self.window.close()
         self.updates += optimizers
         info = StepInfo(step, optimizers, self.backwards, self.skipped, inferred, watched, self.governor.in_force(step),
-                        step_ns, self.spent_ns, self.phases)  # fmt: skip
+                        step_ns, self.spent_ns, self.discarded, self.phases)  # fmt: skip
         self.spent_ns = 0
         self.governor.spent(watched, step_ns, info.agent_ns)
         self.phases, self.backwards, self.skipped, self.odd, self.scale = {}, 0, False, False, None
+        self.discarded = 0
         self.fire("step_closed", info)
         self.landing.poll()
         if self.landing.dropped:

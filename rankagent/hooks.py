@@ -49,7 +49,7 @@ class Hooks:
         self._backward_began = self._reduced_from = self._update_began = 0
         self._handle: Any = None
         self._inner: set[int] = set()  # optimizers that stepped inside backward
-        self._updating: list[int] = []  # ids of optimizers whose step() runs, outermost first
+        self._updating = agent.updating = list[int]()  # ids of optimizers whose step() runs, outermost first
         self._calls = 0
         self.off = agent.give_up
 

@@ -117,6 +117,11 @@ def saved_for_backward(node: Any) -> Iterator[tuple[str, Any]]:
             yield f"tensor {n}", value
 
 
+def takes_mean(node: Any) -> bool:
+    """Whether a loss function of torch's gave the mean over its elements: reduction 1 of its enumeration."""
+    return getattr(node, "_saved_reduction", None) == 1
+
+
 def communication_hook_names(ddp: Any) -> list[str]:
     """Names of the communication hooks that a user registered on a DDP module."""
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in getattr(ddp, "_comm_hooks", ())]

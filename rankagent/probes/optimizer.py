@@ -14,6 +14,7 @@ import math
 import operator
 from typing import Any
 
+from ..afterimport import when
 from ..agent import Emit, StepInfo
 from ..patch import Undo, replace, undo_all
 from ..tables import Column, Table
@@ -33,6 +34,7 @@ CLIP = Table("clip", (
     Column("norm_type", "float64", "", "p of the norm; 0 for clipping by value"),
     Column("norm", "float64", "", "total norm before clipping as the call returned it; NaN when it is not known on the host"),
     Column("calls", "int32", "", "calls in this step"),
+    Column("scaled", "int32", "", "calls in which the gradients were still multiplied by the loss scale: none had been unscaled in this step"),
 ), "one row per step with a clipping call (the last call's values)")  # fmt: skip
 
 TABLES = (OPTIM, CLIP)
@@ -44,6 +46,8 @@ def install(emit: Emit) -> Undo:
     seen: dict[tuple[int, int], list[Any]] = {}
     members: dict[tuple[int, int], tuple[int, int, int]] = {}  # group -> catalogue generation, parameters, digest
     clips: list[tuple[float, float, Any]] = []
+    unscaled = [False]  # a loss scaler divided its scale out of some gradients in this step
+    scaled = [0]
 
     def before_update(optimizer: Any, number: int) -> None:
         for g, group in enumerate(optimizer.param_groups):
@@ -110,16 +114,33 @@ def install(emit: Emit) -> Undo:
         if on_host and norm_type and not math.isfinite(norm) and agent.scale is None:
             agent.alarm()
         clips.append((float(max_norm), float(norm_type), norm))
+        # an infinite threshold clips nothing: it only asks for the norm
+        scaled[0] += agent.scale is not None and not unscaled[0] and math.isfinite(float(max_norm))
+
+    def unscale(original: Any) -> Any:
+        def unscale_(scaler: Any, optimizer: Any) -> Any:
+            unscaled[0] = True
+            return original(scaler, optimizer)
+
+        return unscale_
 
     def closed(info: StepInfo) -> None:
         if clips:
-            emit(CLIP, (*clips[-1], len(clips)), step=info.step)
+            emit(CLIP, (*clips[-1], len(clips), scaled[0]), step=info.step)
             clips.clear()
+        unscaled[0], scaled[0] = False, 0
+
+    def patch_sharded(module: Any) -> None:
+        """FSDP's scaler unscales in a way of its own."""
+        owner = getattr(module, "ShardedGradScaler", None)
+        if owner is not None and "unscale_" in vars(owner):
+            undos.append(replace(owner, "unscale_", unscale))
 
     utils = agent.torch.nn.utils
     emit.on("before_update", before_update)
     emit.on("step_closed", closed)
-    undos = []
+    undos: list[Undo] = [replace(agent.torch.amp.GradScaler, "unscale_", unscale)]
+    when("torch.distributed.fsdp.sharded_grad_scaler", lambda module: emit.guarded(patch_sharded, module))
     for owner in (utils, utils.clip_grad):
         undos += [replace(owner, "clip_grad_norm_", clip_norm), replace(owner, "clip_grad_value_", clip_value)]
     return undo_all(undos)

@@ -1,7 +1,7 @@
 """Where each learning-rate scheduler stands: its position and, of ReduceLROnPlateau, what it counts.
 
 Writes    schedule
-Costs     per watched step four attribute reads and a short row for each scheduler
+Costs     per watched step seven attribute reads and a short row for each scheduler
 Blind to  schedules without a torch scheduler; classes that never call the constructor of torch's
 """
 
@@ -22,8 +22,11 @@ TABLE = Table("schedule", (
     Column("bad_epochs", "int64", "", "ReduceLROnPlateau: passes without improvement so far; -1 for any other"),
     Column("cooldown", "int64", "", "ReduceLROnPlateau: passes that it still rests; -1 for any other"),
     Column("best", "float64", "", "ReduceLROnPlateau: best value so far; NaN for any other"),
+    Column("end", "int64", "", "position at which its schedule is over, as it was told (total_steps, T_max, total_iters); -1 unknown, or it has none"),
     Column("class_name", "text", "", "class of the scheduler"),
 ), "one row per scheduler before each watched update")  # fmt: skip
+
+ENDS = ("total_steps", "T_max", "total_iters")  # OneCycleLR; CosineAnnealingLR; LinearLR, ConstantLR, PolynomialLR
 
 
 def install(emit: Emit) -> Undo:
@@ -47,7 +50,7 @@ def install(emit: Emit) -> Undo:
                 if steered is not None:
                     emit(TABLE, (n, agent.catalogue.add_optimizer(getattr(steered, "optimizer", steered)),
                                     whole(scheduler, "last_epoch"), whole(scheduler, "num_bad_epochs"),
-                                    whole(scheduler, "cooldown_counter"), best(scheduler)),
+                                    whole(scheduler, "cooldown_counter"), best(scheduler), end(scheduler)),
                          (type(scheduler).__name__,))  # fmt: skip
 
     def constructed(original: Any) -> Any:
@@ -70,6 +73,11 @@ def whole(scheduler: Any, name: str) -> int:
     """A counter, -1 where the scheduler has none or it is no plain number."""
     value = getattr(scheduler, name, None)
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else -1
+
+
+def end(scheduler: Any) -> int:
+    """Where the schedule ends by its own settings; -1 for one without an end, or of a class not known here."""
+    return next((found for name in ENDS if (found := whole(scheduler, name)) > 0), -1)
 
 
 def best(scheduler: Any) -> float:

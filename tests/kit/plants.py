@@ -168,6 +168,8 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("buffer", **me, stage="end", generation=1, tensors=[4, 5], digest=[step * 10 + rank, step])
     rows.add("schedule", **me, position=step, bad_epochs=-1, cooldown=-1, best="nan", class_name="LambdaLR")
     rows.add("clip", **me, max_norm=1.0, norm_type=2.0, norm=0.5, calls=1)
+    if step > 1:
+        rows.add("leftover", **me, parameter="in.bias")
     rows.add("memory", **me, rss_bytes=10**9, vms_bytes=4 * 10**9, limit_as_bytes=-1,
              cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)  # fmt: skip
     rows.add("phase", **me, data_ns=10**6, forward_ns=10**6, backward_ns=10**6, optimizer_ns=10**6, other_ns=10**6)
@@ -218,6 +220,16 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "STEP_DESYNC": Plant(sql("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "AMP_OVERFLOW": Plant(
+        sql("UPDATE loss SET scale = 1024", "UPDATE step SET skipped = TRUE WHERE step >= 9"), None, 9
+    ),
+    "CLIP_BEFORE_UNSCALE": Plant(
+        sql("UPDATE loss SET scale = 1024", "UPDATE clip SET scaled = 1 WHERE rank = 2 AND step >= 9"), (2,), 9
+    ),
+    "GRAD_NOT_ZEROED": Plant(sql("UPDATE leftover SET kept = TRUE WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "GRAD_ACCUM_MISMATCH": Plant(
+        sql("UPDATE step SET discarded = 1, backwards = 2 WHERE rank = 2 AND step = 9"), (2,), 9
+    ),
     "NONFINITE_INPUT": Plant(
         sql("UPDATE input SET nonfinite = 1, path = '[0]', dtype = 'float32', positions = [2] "
             "WHERE rank = 2 AND step = 9",
@@ -254,6 +266,15 @@ PLANTS: dict[str, Plant] = {
     "PARAM_NOT_OPTIMIZED": Plant(
         sql("UPDATE tensor SET optimizer = -1 WHERE index = 2",
             "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]"), None, 1,
+    ),
+    "LR_EXHAUSTED": Plant(
+        sql("INSERT INTO optim SELECT * REPLACE (13 AS step, seq + 9999 AS seq, 0.0 AS lr) FROM optim WHERE step = 1"),
+        None, 13,
+    ),
+    "LOSS_NOT_NORMALISED": Plant(  # two steps' batches become one step's
+        sql("UPDATE loss SET undivided = TRUE, backwards = 2", "UPDATE step SET backwards = 2",
+            "UPDATE batch SET step = (step + 1) // 2 WHERE loader = 0", "UPDATE batch SET backwards = index"),
+        None, 1,
     ),
     "SEED_MISMATCH": Plant(sql("UPDATE rng SET torch_seed = 99 WHERE rank = 2"), (2,), None),
     "NOT_SEEDED": Plant(sql("UPDATE rng SET torch_seeded = FALSE", "DELETE FROM seed"), None, None),

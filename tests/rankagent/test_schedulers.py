@@ -56,3 +56,13 @@ def test_a_scheduler_that_was_let_go_is_freed(tmp_path):
         scheduler = weakref.ref(lr_scheduler.StepLR(optimizer, 2))
         gc.collect()
         assert scheduler() is None
+
+
+def test_where_a_schedule_ends_by_its_own_settings(tmp_path):
+    def ends(name, schedule):
+        return {r["end"] for r in record(tmp_path / name, lambda: train(schedule))["schedule"]}
+
+    assert ends("cosine", lambda o: lr_scheduler.CosineAnnealingLR(o, 7)) == {7}
+    assert ends("one", lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9)) == {9}
+    assert ends("linear", lambda o: lr_scheduler.LinearLR(o, total_iters=3)) == {3}
+    assert ends("lambda", lambda o: lr_scheduler.LambdaLR(o, lambda s: 1.0)) == {-1}
