@@ -226,6 +226,10 @@ PLANTS: dict[str, Plant] = {
     "CLIP_BEFORE_UNSCALE": Plant(
         sql("UPDATE loss SET scale = 1024", "UPDATE clip SET scaled = 1 WHERE rank = 2 AND step >= 9"), (2,), 9
     ),
+    "GRAD_VANISHED": Plant(
+        sql("UPDATE grad SET l2 = [0, 0, 0, 0] WHERE stage = 'local' AND rank = 2 AND step >= 9"), (2,), 9
+    ),
+    "NO_VALIDATION": Plant(sql("DELETE FROM batch WHERE loader = 1"), None, None),
     "GRAD_NOT_ZEROED": Plant(sql("UPDATE leftover SET kept = TRUE WHERE rank = 2 AND step >= 9"), (2,), 9),
     "GRAD_ACCUM_MISMATCH": Plant(
         sql("UPDATE step SET discarded = 1, backwards = 2 WHERE rank = 2 AND step = 9"), (2,), 9
