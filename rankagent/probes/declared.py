@@ -7,6 +7,7 @@ Blind to  loops without a framework; frameworks other than Accelerate, the Huggi
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,9 @@ def install(emit: Emit) -> Undo:
         told.append(Told(weakref.ref(owner), source, read))
         look(told[-1])
 
+    def imported(name: str, source: str, read: Read, module: Any) -> None:
+        emit.guarded(patch, module, name, source, read)
+
     def patch(module: Any, name: str, source: str, read: Read) -> None:
         owner = getattr(module, name, None)
         if owner is None:
@@ -72,7 +76,7 @@ def install(emit: Emit) -> Undo:
                 look(one)
 
     for where, name, source, read in DECLARE:
-        when(where, lambda m, name=name, source=source, read=read: emit.guarded(patch, m, name, source, read))
+        when(where, functools.partial(imported, name, source, read))
     emit.on("before_update", before_update)
     return undo_all(undos)
 
