@@ -197,7 +197,7 @@ def _severity(kind: str, rows: Sequence[Row]) -> Severity:
         # behind all that is used, as an idle pooler does), and all of the model is meant to train.
         return "warning" if any((r.calls or 0) > 0 and r.from_data == r.calls and r.all_trained
                                 for r in rows) else "note"  # fmt: skip
-    if kind in ("unchanged", "stopped"):
+    if kind == "unchanged":  # of what changed before and then stopped, updates may have become too small to show
         if any(r.lowest_lr is None or r.lowest_lr <= 0 for r in rows):
             return "note"  # the group's rate may be zero on purpose
         if any(_rounding(r) for r in rows):

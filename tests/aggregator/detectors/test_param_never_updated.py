@@ -99,7 +99,7 @@ def test_half_precision_that_swallows_a_few_norms_is_a_note_and_most_weights_a_w
 
 def test_one_that_stops_while_it_still_gets_gradients() -> None:
     (found,) = _found(_rows(stops=5))
-    assert (found.first_step, found.severity) == (6, "warning")
+    assert (found.first_step, found.severity) == (6, "note")  # its updates may have become too small to show
     assert found.last_good_step == 5
 
 
