@@ -8,7 +8,6 @@ Of values that were computed Inf is not looked for: masks and logarithms of prob
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ MOST_NS = 500_000_000  # what one step that is lost anyway may cost
 NEAREST = 3  # parameters that are named
 PARAMETER = "a parameter"
 CONSTANT = "a tensor without gradient, as an input or a constant"
-PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "convolution", "linear")  # where an Inf makes NaN
-RESULTS = ("result", "output", "result0", "result1")
+# Operations by which a batch enters a model, with the names of that argument; an Inf in it makes NaN.
+DATA = {"addmm": "mat1", "mm": "self", "bmm": "self", "baddbmm": "batch1", "convolution": "input", "linear": "input"}
+RESULTS = ("result", "out", "logsumexp", "log_sumexp")  # how saved results begin, statistics beside them included
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Birth:
     near: tuple[Any, ...]
     nodes: int
     whole: bool  # all of the graph was looked at
-    given: Any = None  # the tensor that came from outside the graph and is not finite, an input or a constant
+    given: Any = None  # what such an operation got from outside the graph as its data, and is not finite
 
 
 def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth | None:
@@ -52,6 +52,8 @@ def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth |
     known: set[Any] = set()  # operations of which a saved tensor was looked at
     stack: list[tuple[Any, bool]] = [(top, False)]
     while stack:
+        if len(done) >= MOST_NODES or now_ns() > until:
+            return Birth(op(top), "root", (), (), len(done), False)
         node, ready = stack.pop()
         if ready:
             shown, giver, given = _shown(node, known)
@@ -60,8 +62,6 @@ def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth |
             continue
         if node in done:
             continue
-        if len(done) >= MOST_NODES or now_ns() > until:
-            return Birth(op(top), "root", (), (), len(done), False)
         done.add(node)
         stack.append((node, True))
         stack += [(child, False) for child in _below(node) if child not in done]
@@ -69,25 +69,27 @@ def find(root: Any, now_ns: Callable[[], int] = time.perf_counter_ns) -> Birth |
 
 
 def _shown(node: Any, known: set[Any]) -> tuple[str, str, Any]:
-    """Whether a saved tensor of this operation holds NaN: on which side of it, what gave it, the tensor if nothing did.
+    """Whether a saved tensor of this operation holds NaN: on which side of it, what gave it, the data if nothing did.
 
-    What comes from outside, an input or a constant, must not hold Inf either, as only masks of -Inf may."""
+    Data from outside the graph must not hold Inf either."""
     found: tuple[str, str, Any] = ("", "", None)
+    data = DATA.get(op(node))
     for name, tensor in torchprivate.saved_for_backward(node):
         known.add(node)
         values = tensor.detach()
         if not values.is_floating_point() or not values.numel():
             continue
-        bad = values != values
-        outside = name not in RESULTS and tensor.grad_fn is None and not tensor.requires_grad
-        if outside and "mask" not in name:
-            bad |= values.isinf() if op(node) in PRODUCTS else values == math.inf
-        if bool(bad.any()):
-            if outside:
-                return "input", CONSTANT, values
-            if name not in RESULTS:
-                return "input", op(tensor.grad_fn) if tensor.grad_fn is not None else PARAMETER, None
+        result = name.startswith(RESULTS)
+        outside = not result and tensor.grad_fn is None and not tensor.requires_grad
+        bad = ~values.isfinite() if outside and name == data else values != values
+        if not bool(bad.any()):
+            continue
+        if result:
             found = ("result", "", None)
+        elif outside:
+            return "input", CONSTANT, values if name == data else None
+        else:
+            return "input", op(tensor.grad_fn) if tensor.grad_fn is not None else PARAMETER, None
     return found
 
 

@@ -25,7 +25,7 @@ PARAMS: Mapping[str, object] = {
 }
 SHOWN = 8
 SEVERAL = "which of the step's batches it was: several were taken in it"
-ROWS_FIT = "whether it is the batch itself: it has as many rows, and no gradient"
+ROWS_FIT = "whether it is the batch itself, or what a frozen part made of it"
 
 SQL = """
 WITH hit AS (
@@ -110,7 +110,10 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 def _finding(hit: Sequence[Row], all_of: Sequence[Row]) -> Finding:
     first = hit[0]
     ranks = tuple(r.rank for r in hit)
-    where = {"batch": "taken from the loader", "graph": "that the forward computed with"}.get(first.source)
+    what = {
+        "batch": "a batch taken from the loader",
+        "graph": "data from outside the graph, a row for each of the batch,",
+    }.get(first.source, "a batch handed to the model")
     several = any(r.source != "forward" and r.batches > 1 for r in hit)
     return Finding(
         ranks=ranks,
@@ -120,7 +123,7 @@ def _finding(hit: Sequence[Row], all_of: Sequence[Row]) -> Finding:
         attempt=first.attempt,
         severity=SEVERITY[first.grade],
         subject=first.path,
-        summary=f"a batch {where or 'handed to the model'} on {listed(ranks)} at step {first.step} holds NaN or Inf "
+        summary=f"{what} on {listed(ranks)} at step {first.step} holds NaN or Inf "
         f"in {first.path or 'a tensor'} ({first.dtype}){SAID[first.grade]}",
         evidence=tuple(_evidence(hit[:SHOWN])),
         cannot_conclude=((SEVERAL,) if several else ()) + ((ROWS_FIT,) if first.source == "graph" else ()),

@@ -3,16 +3,18 @@
 Writes    birth
 Costs     nothing until a loss is not finite; then, at most 4 times an attempt, one look at every tensor that the graph
           holds (half a second at most)
-Blind to  losses on an accelerator, whose value is known only after their backward; activation checkpointing and other
-          hooks on saved tensors, behind which a look would compute anew; compiled regions are one operation
+Blind to  losses on an accelerator, whose value is known only after their backward; programs that have ever used
+          activation checkpointing or other hooks on saved tensors, behind which a look would compute anew; losses that
+          a loss scale made Inf; compiled regions are one operation
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .. import birth
-from ..agent import Emit, StepInfo
+from ..agent import Emit
 from ..patch import Undo, replace
 from ..tables import Column, Table
 
@@ -28,16 +30,18 @@ TABLE = Table("birth", (
 ), "one row per backward from a loss that is not finite, the first 4 of an attempt")  # fmt: skip
 
 MOST = 4  # once parameters are NaN all later ones are alike
-BEHIND_HOOKS = "saved tensors lie behind hooks in this step"
+BEHIND_HOOKS = "saved tensors may lie behind hooks"
+TOO_LARGE = "the graph is too large to be looked at whole"
 
 
 def install(emit: Emit) -> Undo:
     agent = emit.agent
-    left, hooked = [MOST], [False]
+    left = [MOST]
+    hooked = [False]  # for good: a graph may outlive the step that it was built in, and a context many steps
     compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
 
     def look(root: Any) -> None:
-        if not left[0]:
+        if not left[0] or (agent.scale is not None and math.isinf(root.item())):
             return
         left[0] -= 1
         if hooked[0]:
@@ -49,7 +53,8 @@ def install(emit: Emit) -> Undo:
         if found is not None:
             near = [e.name for p in found.near if (e := agent.catalogue.entry(p)) is not None]
             emit(TABLE, (agent.backwards, found.nodes, found.whole),
-                 (found.op, found.shown, ", ".join(found.fed_by), ", ".join(near), ""))  # fmt: skip
+                 (found.op, found.shown, ", ".join(found.fed_by), ", ".join(near),
+                  "" if found.whole else TOO_LARGE))  # fmt: skip
             if found.given is not None:
                 agent.fire("given_nonfinite", found.op, found.given)
 
@@ -61,9 +66,5 @@ def install(emit: Emit) -> Undo:
 
         return __enter__
 
-    def closed(info: StepInfo) -> None:
-        hooked[0] = False
-
     emit.on("loss_nonfinite", look)
-    emit.on("step_closed", closed)
     return replace(agent.torch.autograd.graph.saved_tensors_hooks, "__enter__", entering)

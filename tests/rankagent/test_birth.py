@@ -74,8 +74,58 @@ def test_checkpointed_activations_are_not_computed_again(tmp_path):
         return net["last"](checkpoint(inner, net, x, use_reentrant=False)).mean()
 
     (row,) = births(tmp_path, loss)
-    assert (row["op"], row["reason"]) == ("", "saved tensors lie behind hooks in this step")
+    assert (row["op"], row["reason"]) == ("", "saved tensors may lie behind hooks")
     assert len(calls) == 2  # the forward and the backward's own
+
+
+def test_hooks_that_lie_around_many_steps_are_never_called_by_a_look(tmp_path):
+    unpacked = []
+
+    def unpack(x):
+        unpacked.append(1)
+        return x
+
+    def loss(net, x):
+        return net["last"](net["first"](x)).exp().mean() * torch.nan
+
+    def program():
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            train(loss, steps=3)
+
+    program()
+    without, unpacked[:] = len(unpacked), []
+    rows = record(tmp_path, program)["birth"]
+    assert {row["reason"] for row in rows} == {"saved tensors may lie behind hooks"}
+    assert len(unpacked) == without
+
+
+def test_a_look_ends_when_its_time_is_up():
+    ticks = iter(range(0, 10**12, birth.MOST_NS // 3))
+    x = torch.ones(2, requires_grad=True)
+    found = birth.find((((x * 2).exp() * torch.nan).log()).sum(), lambda: next(ticks))
+    assert not found.whole
+
+
+def test_statistics_of_a_normalisation_are_results_not_inputs(tmp_path):
+    def loss(net, x):
+        hidden = net["first"](x) * 1e30 * 1e30  # Inf, not NaN: the deviation is what is NaN first
+        return net["last"](nn.functional.layer_norm(hidden, (4,))).mean()
+
+    (row,) = births(tmp_path, loss)
+    assert (row["shown"], row["fed_by"]) == ("result", "")
+
+
+def test_a_loss_that_its_scale_made_infinite_is_left_alone(tmp_path):
+    def program():
+        net = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+        for _ in range(2):
+            scaler.scale((net(torch.ones(2, 3)) * 1e10).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert "birth" not in record(tmp_path, program)
 
 
 def test_a_tensor_changed_in_place_since_is_passed_over(tmp_path):

@@ -94,7 +94,9 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def without_none(samples: list[Any]) -> Any:
-    return torch.utils.data.default_collate([s for s in samples if s is not None])
+    """The batch of what is left; None where nothing is."""
+    left = [s for s in samples if s is not None]
+    return torch.utils.data.default_collate(left) if left else None
 
 
 def same_seed(worker: int) -> None:
@@ -178,7 +180,8 @@ class Feed:
                     if self.fault.kind != "swallow_loop":
                         raise
                     continue
-                yield batch
+                if batch is not None:  # every sample of it was damaged
+                    yield batch
             self.epoch += 1
 
     def drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
