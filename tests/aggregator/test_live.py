@@ -147,7 +147,7 @@ class _Growing:
     def go(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            self.recorder.write(known_tables()["step"], self.step, (1, 1, False, False, True, 1, 10**6, 10))
+            self.recorder.write(known_tables()["step"], self.step, (1, 1, False, False, True, 1, 10**6, 10, 0))
             self.recorder.update_state(self.step, time.time_ns())
 
 

@@ -83,7 +83,7 @@ def test_dropped_rows_are_counted_and_named(tmp_path: Path) -> None:
 
     step = known_tables()["step"]
     assert not recorder.write(step, 1, ("not a number",))
-    assert recorder.write(step, 1, (1, 1, False, False, True, 1, 0, 0))
+    assert recorder.write(step, 1, (1, 1, False, False, True, 1, 0, 0, 0))
     recorder.close(1)
     p = _presence(run)
     assert p.quality.dropped_events == 1
