@@ -126,6 +126,15 @@ def loud(rows: Rows) -> None:
         WHERE stage = 'local' AND rank = 2 AND step >= 25""")
 
 
+def spike(rows: Rows) -> None:
+    """The run goes on with losses near 1, and at step 50 rank 2's is 9."""
+    for shift in (STEPS, 2 * STEPS):
+        rows.connection.execute(f"""INSERT INTO loss SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
+            FROM loss WHERE step <= {STEPS}""")
+    rows.connection.execute("UPDATE loss SET total = 1 + hash(step) % 100 / 1000 + rank / 1000")
+    rows.connection.execute("UPDATE loss SET total = 9 WHERE rank = 2 AND step = 50")
+
+
 def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     me = {"rank": rank, "pid": 100 + rank, "step": step}
     epoch, index = divmod(step - 1, PASS)
@@ -188,6 +197,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "GRAD_OUTLIER_RANK": Plant(loud, (2,), 25),
+    "LOSS_SPIKE": Plant(spike, (2,), 50),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
                               settings='{"weight_decay": 0.01}', tensors=4, members=77),
