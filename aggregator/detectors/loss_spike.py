@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from ..comparable import COMPARABLE
 from ..departures import BEFORE, FIRST, SKIPPED, Departure, departures, reaches
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding, Severity
@@ -28,7 +29,6 @@ from ..wording import counted
 CODE = "LOSS_SPIKE"
 NEEDS = {"loss": 1}
 PARAMS: Mapping[str, object] = {
-    "usual": 0.8,  # a batch size or number of backwards is usual where so many steps have it; others are not comparable
     "before": 9,  # as departures.LEVEL: steps whose samples are read are those that stand above so many before
     "steps": 16,  # of an attempt whose samples are read, those that stand out most
     "ranks": 8,  # and ranks of each
@@ -47,36 +47,7 @@ SEEN = 40.0  # a factor that a rule should see; where it would not, it says so
 SHOWN = 8
 
 SQL = f"""
-WITH sized AS (
-    SELECT rank, attempt, step, sum(samples) AS samples FROM training_batch WHERE samples > 0 GROUP BY ALL
-),
-here AS (
-    SELECT l.rank, l.attempt, l.step, l.total, l.backwards, l.nonfinite, coalesce(s.samples, i.rows) AS samples
-    FROM loss l LEFT JOIN sized s USING (rank, attempt, step)
-    LEFT JOIN (SELECT rank, attempt, step, max(rows) AS rows FROM input WHERE rows > 0 AND source = 'forward'
-               GROUP BY ALL) i USING (rank, attempt, step)
-    WHERE l.backwards > 0 AND l.step > 0
-    QUALIFY row_number() OVER (PARTITION BY l.rank, l.attempt, l.step ORDER BY l.seq DESC) = 1
-),
-most AS (
-    SELECT rank, attempt, mode(samples) AS samples, mode(backwards) AS backwards, count(*) AS steps
-    FROM here GROUP BY ALL
-),
-usual AS (
-    SELECT h.rank, h.attempt,
-           CASE WHEN count(*) FILTER (h.samples = m.samples) >= $usual * count(h.samples) THEN any_value(m.samples)
-           END AS samples,
-           CASE WHEN count(*) FILTER (h.backwards = m.backwards) >= $usual * count(*) THEN any_value(m.backwards)
-           END AS backwards
-    FROM here h JOIN most m USING (rank, attempt) GROUP BY ALL
-),
-value AS (
-    SELECT h.rank, h.attempt, h.step,
-           CASE WHEN h.nonfinite = 0 AND isfinite(h.total) AND h.backwards = coalesce(u.backwards, h.backwards)
-                     AND (h.samples IS NULL OR u.samples IS NULL OR h.samples = u.samples)
-                THEN h.total / h.backwards END AS value
-    FROM here h JOIN usual u USING (rank, attempt)
-),
+WITH {COMPARABLE},
 risen AS (
     SELECT rank, attempt, step, (value - max(value) OVER w) / (abs(median(value) OVER w) + 1e-30) AS rise
     FROM value WINDOW w AS (PARTITION BY rank, attempt ORDER BY step ROWS BETWEEN $before PRECEDING AND 1 PRECEDING)

@@ -117,13 +117,25 @@ def lost(rows: Rows) -> None:
                                 [[sum(p) / ranks for p in zip(*parts, strict=True)], step])  # fmt: skip
 
 
-def loud(rows: Rows) -> None:
-    """The run goes on, and from step 25 on rank 2's own gradients are 16 times as large as before."""
+def _longer(rows: Rows) -> None:
+    """The run goes on: its own gradients of three times as many steps."""
     for shift in (STEPS, 2 * STEPS):
         rows.connection.execute(f"""INSERT INTO grad SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
             FROM grad WHERE stage = 'local' AND step <= {STEPS}""")
+
+
+def loud(rows: Rows) -> None:
+    """From step 25 on rank 2's own gradients are 16 times as large as before."""
+    _longer(rows)
     rows.connection.execute("""UPDATE grad SET l2 = list_transform(l2, lambda x: x * 16)
         WHERE stage = 'local' AND rank = 2 AND step >= 25""")
+
+
+def surge(rows: Rows) -> None:
+    """At step 50 the gradients of all ranks are 40 times as large."""
+    _longer(rows)
+    rows.connection.execute("""UPDATE grad SET l2 = list_transform(l2, lambda x: x * 40)
+        WHERE stage = 'local' AND step = 50""")
 
 
 def spike(rows: Rows) -> None:
@@ -197,6 +209,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "GRAD_OUTLIER_RANK": Plant(loud, (2,), 25),
+    "GRAD_SPIKE": Plant(surge, None, 50),
     "LOSS_SPIKE": Plant(spike, (2,), 50),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
