@@ -210,6 +210,7 @@ PLANTS: dict[str, Plant] = {
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "GRAD_OUTLIER_RANK": Plant(loud, (2,), 25),
     "GRAD_SPIKE": Plant(surge, None, 50),
+    "GRAD_VANISHED": Plant(sql("UPDATE grad SET l2 = [0, 0, 0, 0] WHERE stage = 'local' AND step >= 9"), None, 9),
     "LOSS_SPIKE": Plant(spike, (2,), 50),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
