@@ -12,16 +12,16 @@ USUAL: Final = 0.8
 
 # CTE bodies; the result is `value`: one row per rank, attempt and step, NULL where the loss is not comparable.
 COMPARABLE: Final = f"""
-sized AS (
-    SELECT rank, attempt, step, sum(samples) AS samples FROM training_batch WHERE samples > 0 GROUP BY ALL
+sized AS (  -- of an evaluation with autograd on, the step is told apart; the next are not
+    SELECT rank, attempt, step, sum(samples) AS samples FROM batch
+    WHERE samples > 0 AND "end" = '' AND grad_enabled GROUP BY rank, attempt, step
 ),
 here AS (
     SELECT l.rank, l.attempt, l.step, l.total, l.backwards, l.nonfinite, coalesce(s.samples, i.rows) AS samples
     FROM loss l LEFT JOIN sized s USING (rank, attempt, step)
     LEFT JOIN (SELECT rank, attempt, step, max(rows) AS rows FROM input WHERE rows > 0 AND source = 'forward'
-               GROUP BY ALL) i USING (rank, attempt, step)
+               GROUP BY rank, attempt, step) i USING (rank, attempt, step)
     WHERE l.backwards > 0 AND l.step > 0
-    QUALIFY row_number() OVER (PARTITION BY l.rank, l.attempt, l.step ORDER BY l.seq DESC) = 1
 ),
 most AS (
     SELECT rank, attempt, mode(samples) AS samples, mode(backwards) AS backwards, count(*) AS steps

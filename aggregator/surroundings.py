@@ -14,7 +14,8 @@ from .findings import Evidence
 NEAR = 3  # steps: an update at a new rate shows itself in the loss of the next step, momentum carries it on
 RAISED = 1.5  # times all before: a warm-up that is still going on raises it by less in a step
 
-# One row per attempt: learning rates from the step on that they hold for, loss scales likewise, first steps of passes.
+# One row per attempt: learning rates from the step on that they hold for, loss scales likewise, first steps of passes
+# (of the first rank: all begin theirs together).
 CHANGES: Final = """
 rates AS (
     SELECT attempt, list({'step': step, 'value': lr} ORDER BY step) AS rates FROM (
@@ -27,7 +28,8 @@ scales AS (
 ),
 passes AS (
     SELECT attempt, list(DISTINCT step ORDER BY step) AS passes FROM (
-        SELECT attempt, min(step) AS step FROM training_batch GROUP BY rank, attempt, pid, loader, iterator)
+        SELECT attempt, min(step) AS step FROM training_batch
+        WHERE rank = (SELECT min(rank) FROM loader) GROUP BY attempt, pid, loader, iterator)
     GROUP BY attempt
 ),
 changes AS (

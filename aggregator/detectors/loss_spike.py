@@ -48,16 +48,17 @@ SHOWN = 8
 
 SQL = f"""
 WITH {COMPARABLE},
-risen AS (
-    SELECT rank, attempt, step, (value - max(value) OVER w) / (abs(median(value) OVER w) + 1e-30) AS rise
-    FROM value WINDOW w AS (PARTITION BY rank, attempt ORDER BY step ROWS BETWEEN $before PRECEDING AND 1 PRECEDING)
-    QUALIFY count(value) OVER w >= $before - 1
-),
+own AS (SELECT rank, attempt, step, value / (abs(median(value) OVER (PARTITION BY rank, attempt)) + 1e-30) AS level
+        FROM value),
+peak AS (SELECT attempt, step, max(level) AS high, avg(level) AS mean FROM own GROUP BY attempt, step),
 sought AS (
     SELECT attempt, step, rank FROM (
-        SELECT *, max(rise) OVER (PARTITION BY attempt, step) AS top FROM risen WHERE rise > 0)
-    QUALIFY dense_rank() OVER (PARTITION BY attempt ORDER BY top DESC, step) <= $steps
-        AND row_number() OVER (PARTITION BY attempt, step ORDER BY rise DESC, rank) <= $ranks
+        SELECT attempt, step FROM (
+            SELECT attempt, step, greatest(high / max(high) OVER w, mean / max(mean) OVER w) AS rise FROM peak
+            WINDOW w AS (PARTITION BY attempt ORDER BY step ROWS BETWEEN $before PRECEDING AND 1 PRECEDING))
+        WHERE rise > 1 QUALIFY row_number() OVER (PARTITION BY attempt ORDER BY rise DESC, step) <= $steps
+    ) JOIN own USING (attempt, step)
+    QUALIFY row_number() OVER (PARTITION BY attempt, step ORDER BY level DESC, rank) <= $ranks
 ),
 {REPLAY},
 {CHANGES}
