@@ -34,7 +34,7 @@ BEFORE = 20  # deviations before that one is held against, at least
 WINDOW = 100  # and at most: training changes
 STAYS = 5  # steps in a row from which on a departure lasts
 RANGE = math.log(1.1)  # a run may vary so much yet that has not so far
-MARGIN = 1.5  # times the range at least, however many steps in a row
+MARGIN = 1.5  # times the range, the least that counts: a mere record comes once in as many steps as there were
 MOST = 20  # departures of one group that are told apart; of a run with more they are no event
 DOWN = 0.5  # what falls, as at the beginning of training, widens the range by so much of its size
 PART = 0.5  # of the range of single steps at least is that of STAYS in a row: their least value is seldom far out
@@ -126,7 +126,7 @@ def _departure(d: Deviations, at: int, ranges: Any, chance: float) -> Departure:
     """What belongs to a departure that was noticed at `at`: it may have begun before, and lasts until it returns."""
     column = int(numpy.nanargmax(numpy.where(numpy.isfinite(d.once[at]), d.once[at], -math.inf)))
     y, first = d.y[:, column], at
-    while first > SKIPPED + BEFORE and d.once[first - 1, column] > ranges[first - 1]:
+    while first > SKIPPED + BEFORE and d.once[first - 1, column] > MARGIN * ranges[first - 1]:
         first -= 1
     reach = float(ranges[first])
     off = y - d.level[first, column]
