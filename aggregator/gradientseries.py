@@ -140,7 +140,7 @@ def gradient_events(series: Series) -> list[Event]:
     found: list[Event] = []
     for part in paced(series.steps):
         steps = series.steps[part]
-        if len(steps) < SKIPPED + 2 * FIRST + BEFORE // 2:
+        if len(steps) < SKIPPED + 2 * FIRST + BEFORE:
             continue
         norms = series.norms[part]
         events = [_whole(d, norms, steps, series.ranks) for d in departures(_middle(norms)[:, None], ALPHA, LEAST)]

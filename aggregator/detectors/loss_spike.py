@@ -92,7 +92,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         x = _matrix(mine, steps)
         mean = numpy.where(2 * numpy.isfinite(x).sum(1) >= len(mine), _mean(x), numpy.nan)
         judged = numpy.isfinite(mean)
-        if int(judged.sum()) < SKIPPED + 2 * FIRST + BEFORE // 2:
+        if int(judged.sum()) < SKIPPED + 2 * FIRST + BEFORE:
             continue
         enough = True
         x, mean, at = x[judged], mean[judged], [s for s, k in zip(steps, judged, strict=True) if k]
