@@ -1,183 +1,268 @@
-"""Gradients of trainable parameters collapsed: all of them are exactly zero, or the first layers get next to nothing.
+"""Gradients of what is trained are zero or nearly so: all of them exactly, those of the first layers, or at once.
 
-Reads     grad, tensor, loss, step
-Says      the ranks, the first such watched step, the loss there; or the tensors, and how far below the largest they are
-Unknown   too few watched steps; gradients that were not measured
-Blind to  a slow decay over the run; layers that are registered in another order than they are computed in
+Reads     grad (stage local, else reduced), tensor, loss
+Says      zero: the ranks whose gradients are exactly zero step after step, seen and not inferred; depth: the first
+          layers, whose gradients are too small beside the last ones' to change a weight; collapse: the step at which
+          the norm fell a thousandfold and stayed there while the loss did not fall
+Unknown   fewer than 5 watched steps with gradients
+Blind to  gradients that fall little by little, as they do where training converges; single dead layers; models whose
+          tensors are not registered in the order in which data passes them; a converged loss of exactly zero
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
 
 from ..detector import RunFacts
-from ..findings import Abstention, Evidence, Finding, Severity
+from ..findings import Abstention, Evidence, Finding
 from ..groups import interval, listed, unheard
+from ..reductions import CATALOGUE
+from ..wording import counted
 
 CODE = "GRAD_VANISHED"
 NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {
-    # Exact zeros in every tensor come of no rounding. A batch may by chance hold nothing to learn from (all labels
-    # ignored, every margin kept): five in a row on one rank are not one batch.
-    "zeros": 5,
-    # Root mean square of a weight's gradient beside the largest of the model's weights. Float32 resolves 6e-8 of a
-    # sum: what is a millionth of the largest is within a factor of 16 of being rounding noise of it. Sparse rows of an
-    # embedding lower it by the root of the share of rows in use, some thousandths at worst.
-    "far_below": 1e-6,
-    "steps": 20,  # watched steps on which it must be so, nearly all of them; early steps are unlike later ones
-    "most_steps": 200,  # watched steps of one rank that are looked at, so that the work does not grow with the run
+    "of_ranks": 4,  # of which single tensors are read: replicas have one depth
 }
-LEAST_TENSORS = 2  # one weight may lie beside the path of the gradient; the first two in a row do not
-ALWAYS = 0.95
+LEAST = 5  # watched steps in a row: a loss may be zero for a batch or two that the model already gets right
+MOSTLY = 0.9  # of the steps from the first on
+LONG = 20  # watched steps: fewer on some ranks alone may be the batches of a rank that ran out of data
+# A usual update changes a weight by up to a hundredth of its size; float32 rounds at 6e-8 of it. So what has 1e-6 of
+# the gradient of the layers that learn changes nothing, by a margin of 6. Healthy first layers lie above 1e-3.
+TINY = 1e-6
+LAYERS = 4  # weight matrices, of which there is a first and a last part
+FIRST_LAYERS = 2  # that are tiny, at least: of one alone the cause may lie in itself
+FELL = 1e-3  # of the level before, at once: what converges takes many steps for it
+AT_ONCE = 4  # steps between two watched ones, at most
+BEFORE = 9  # values before that make a level
+CONVERGED = 0.05  # of the first losses: what has fallen so far may be learnt
+KEPT = 0.5  # of the loss before: it did not fall with the gradient
 SHOWN = 8
 
-SQL = """
-WITH each AS (
-    SELECT rank, attempt, step, max(list_max(l2)) AS most, min(list_min(l2)) AS least, bool_and(valid) AS valid
-    FROM grad WHERE stage = 'local' AND len(l2) > 0 GROUP BY ALL
-), known AS (
-    SELECT *, most = 0 AND least >= -1 AS zero FROM each WHERE valid AND most >= 0
-), rows AS (
-    SELECT *, count(*) FILTER (NOT zero) OVER (PARTITION BY rank, attempt ORDER BY step) AS streak FROM known
-), run AS (
-    SELECT rank, attempt, streak, count(*) AS steps, min(step) AS first, max(step) AS last
-    FROM rows WHERE zero GROUP BY ALL
-), first_run AS (
-    SELECT * FROM run WHERE steps >= $zeros
-    QUALIFY row_number() OVER (PARTITION BY rank, attempt ORDER BY first) = 1
-), zero AS (
-    SELECT f.rank, f.attempt, f.first, f.last, f.steps,
-           max(k.step) FILTER (k.step < f.first) AS good, max(abs(l.total)) AS loss
-    FROM first_run f LEFT JOIN known k USING (rank, attempt)
-    LEFT JOIN loss l ON l.rank = f.rank AND l.attempt = f.attempt AND l.step = f.first
-    GROUP BY f.rank, f.attempt, f.first, f.last, f.steps
-), speaker AS (SELECT attempt, min(rank) AS rank FROM known GROUP BY attempt),
-looked AS (
-    SELECT k.rank, k.attempt, k.step FROM known k JOIN speaker USING (rank, attempt)
-    QUALIFY row_number() OVER (PARTITION BY k.attempt ORDER BY k.step) <= $most_steps
-), cell AS (
-    SELECT g.rank, g.attempt, g.pid, g.generation, g.step, unnest(g.l2) AS l2,
-           unnest(CASE WHEN len(g.tensors) = 0 THEN range(len(g.l2)) ELSE g.tensors END) AS index
-    FROM grad g JOIN looked k USING (rank, attempt, step) WHERE g.stage = 'local'
-), weight AS (
-    SELECT c.attempt, c.step, t.model, t.name, min(t.index) AS index, max(c.l2) / sqrt(max(t.numel)) AS rms
-    FROM cell c JOIN tensor t USING (rank, attempt, pid, generation, index)
-    WHERE t.kind = 'param' AND t.optimizer >= 0 AND t.sharing <> 'sharded' AND contains(t.shape, 'x') AND t.numel > 0
-      AND c.l2 >= 0 AND isfinite(c.l2)
-    GROUP BY ALL
-), beside AS (
-    SELECT *, rms / max(rms) OVER (PARTITION BY attempt, step, model) AS share,
-           max(rms) OVER (PARTITION BY attempt, step, model) AS top
-    FROM weight
-), low AS (
-    SELECT attempt, model, name, min(index) AS index, count(*) AS steps, min(step) AS first, max(step) AS last,
-           count(*) FILTER (share < $far_below AND top > 0) AS below, median(share) AS share, max(rms) AS rms
-    FROM beside GROUP BY ALL
+SQL = f"""
+WITH catalogue AS ({CATALOGUE}),
+seen AS (
+    SELECT g.*, c.family, list_max(g.l2) AS top, list_min(g.l2) AS low FROM grad g
+    JOIN catalogue c USING (rank, attempt, pid, generation)
+    WHERE g.step > 0 AND len(g.nonfinite) = 0 AND g.stage IN ('local', 'reduced')
+      AND (g.stage = 'reduced' OR g.valid) AND list_max(g.l2) >= 0
+),
+staged AS (SELECT rank, attempt, bool_or(stage = 'local') AS local FROM seen GROUP BY ALL),
+own AS (
+    SELECT s.* FROM seen s JOIN staged t USING (rank, attempt) WHERE (s.stage = 'local') = t.local
+),
+steps AS (
+    SELECT rank, attempt, any_value(family) AS family, step, max(top) AS top, min(low) > -2 AS whole,
+           max(sqrt(list_sum([x * x FOR x IN l2 IF x > 0]))) AS norm
+    FROM own GROUP BY rank, attempt, step
+),
+lines AS (
+    SELECT rank, attempt, any_value(family) AS family, list(step ORDER BY step) AS steps,
+           list(top = 0 AND whole ORDER BY step) AS zero, list(coalesce(norm, 0) ORDER BY step) AS norms
+    FROM steps GROUP BY rank, attempt
+),
+matrix AS (
+    SELECT o.rank, o.attempt, o.step, t.model, t.name, t.index, max(o.l2 / sqrt(t.numel)) AS rms
+    FROM (
+        SELECT rank, attempt, pid, generation, step, unnest(l2) AS l2,
+               unnest(CASE WHEN len(tensors) > 0 THEN tensors ELSE range(len(l2)) END) AS index
+        FROM own QUALIFY dense_rank() OVER (PARTITION BY attempt, family ORDER BY rank) <= $of_ranks
+    ) o JOIN tensor t USING (rank, attempt, pid, generation, index)
+    WHERE o.l2 >= 0 AND t.numel > 0 AND t.trainable AND t.optimizer >= 0 AND contains(t.shape, 'x') GROUP BY ALL
+),
+depth AS (
+    SELECT rank, attempt,
+           list({{'model': model, 'step': step, 'names': names, 'rms': rms}} ORDER BY model, step) AS depth
+    FROM (
+        SELECT rank, attempt, model, step, list(name ORDER BY index) AS names, list(rms ORDER BY index) AS rms
+        FROM matrix GROUP BY ALL
+    ) GROUP BY ALL
+),
+losses AS (
+    SELECT rank, attempt, list(step ORDER BY step) AS steps, list(total / backwards ORDER BY step) AS "values"
+    FROM loss WHERE backwards > 0 AND isfinite(total) GROUP BY ALL
 )
-SELECT 'zero' AS kind, rank, attempt, first, last, steps, good, loss, '' AS name, 0 AS place, 0.0 AS share, 0 AS model,
-       steps AS below FROM zero
-UNION ALL
-SELECT 'layer', s.rank, l.attempt, l.first, l.last, l.steps, NULL, NULL, l.name,
-       row_number() OVER (PARTITION BY l.attempt, l.model ORDER BY l.index), l.share, l.model,
-       CASE WHEN l.rms > 0 THEN l.below ELSE 0 END
-FROM low l JOIN speaker s USING (attempt)
-WHERE l.attempt IN (SELECT attempt FROM low WHERE below > 0 AND rms > 0)
-UNION ALL
-SELECT 'seen', rank, attempt, min(step), max(step), count(*), NULL, NULL, '', 0, 0.0, 0, 0 FROM known GROUP BY ALL
-ORDER BY 1, 3, 12, 10, 2
+SELECT l.attempt, l.family, l.rank, l.steps, l.zero, l.norms, d.depth, o.steps AS loss_steps, o."values" AS losses
+FROM lines l LEFT JOIN depth d USING (rank, attempt) LEFT JOIN losses o USING (rank, attempt)
+ORDER BY l.attempt, l.family, l.rank
 """
 
 
 class Row(NamedTuple):
-    """`zero`: a row of steps of a rank whose gradients are all zero; `layer`: a weight; `seen`: what was looked at."""
+    """One rank's watched steps of an attempt."""
 
-    kind: str
-    rank: int
     attempt: int
+    family: int  # ranks with one and the same tensor catalogue
+    rank: int
+    steps: list[int]
+    zero: list[bool]  # every gradient is exactly zero
+    norms: list[float]
+    depth: list[dict[str, Any]] | None  # per model and step: gradient per element of each weight matrix, in order
+    loss_steps: list[int] | None
+    losses: list[float] | None
+
+
+class Spell(NamedTuple):
+    """First and last position of a row's steps at which something holds, and how many there are."""
+
     first: int
     last: int
-    steps: int
-    good: int | None
-    loss: float | None
-    name: str
-    place: int  # among the model's weights, in the order of registration
-    share: float  # of the largest root mean square of a gradient, in the middle
-    model: int
-    below: int  # steps on which it was far below
+    length: int
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
-    """At most one finding of each kind and attempt."""
-    least = PARAMS["zeros"]
-    assert isinstance(least, int)
-    if not any(r.kind == "seen" and r.steps >= least for r in rows):
-        yield Abstention("INSUFFICIENT_EVIDENCE", f"own gradients were seen at fewer than {least} steps")
+    """Per attempt: exact zeros; else the first layers and what collapsed."""
+    if not any(len(r.steps) >= LEAST for r in rows):
+        yield Abstention("INSUFFICIENT_EVIDENCE", f"no rank has {LEAST} watched steps with gradients")
     for attempt in sorted({r.attempt for r in rows}):
-        zero = [r for r in rows if r.kind == "zero" and r.attempt == attempt]
-        begun = {r.rank: r.first for r in rows if r.kind == "seen" and r.attempt == attempt}
-        if zero:
-            yield _zero(zero, begun)
-            continue
-        for model in sorted({r.model for r in rows if r.kind == "layer" and r.attempt == attempt}):
-            found = _layers([r for r in rows if r.kind == "layer" and (r.attempt, r.model) == (attempt, model)], begun)
-            if found is not None:
-                yield found
+        mine = [r for r in rows if r.attempt == attempt]
+        found = list(_zero(mine)) or list(_depth(mine))
+        yield from found or _collapsed(mine)
     yield from unheard(run)
 
 
-def _zero(hit: Sequence[Row], begun: Mapping[int, int]) -> Finding:
-    first = min(r.first for r in hit)
-    at_once = [r for r in hit if r.first == first]
-    r = at_once[0]
-    from_start = r.first == begun.get(r.rank)
-    # A loss that has come down to nothing leaves nothing to learn: hinge and triplet losses end so.
-    done = not from_start and r.loss == 0
-    severity: Severity = "note" if done else "warning"
-    loss = "unknown" if r.loss is None else f"{r.loss:g}"
-    return Finding(
-        ranks=tuple(r.rank for r in at_once),
-        first_step=first,
-        last_good_step=r.good,
-        last_step=max(r.last for r in hit),
-        attempt=r.attempt,
-        severity=severity,
+def _zero(rows: Sequence[Row]) -> Iterator[Finding]:
+    spells = {r.rank: (r, s) for r in rows if (s := _spell(r.zero)) and not _learnt(r, r.steps[s.first])}
+    if not spells:
+        return
+    first, row, spell = min((r.steps[s.first], r, s) for r, s in spells.values())
+    long = spell.length >= LONG or spell.first == 0 or len(spells) == len(rows)
+    last = max(r.steps[s.last] for r, s in spells.values())
+    loss = dict(zip(row.loss_steps or (), row.losses or (), strict=True)).get(first)
+    before = row.steps[spell.first - 1] if spell.first else None
+    yield Finding(
+        ranks=tuple(sorted(spells)), first_step=first, last_good_step=before,
+        last_step=last, attempt=row.attempt, severity="warning" if long else "note", evidence_state="OBSERVED",
         subject="all gradients",
-        summary=f"{listed(r.rank for r in at_once)}: the gradient of every parameter is exactly zero from step {first} "
-        f"on, at {r.steps} watched steps in a row; the loss is {loss}",
-        evidence=tuple(
-            Evidence(h.rank, h.first, "gradients that are not zero", "none", "some") for h in at_once[:SHOWN]
-        ),
-        cannot_conclude=interval(r.good, first) + (("whether there was nothing left to learn",) if done else ()),
-        next_check="look at the labels (all masked?), and for a part of the forward that lets nothing through",
-    )
-
-
-def _layers(weights: Sequence[Row], begun: Mapping[int, int]) -> Finding | None:
-    least = PARAMS["steps"]
-    assert isinstance(least, int)
-    first_ones = []
-    for r in weights:
-        if r.steps < least or r.below < ALWAYS * r.steps:
-            break
-        first_ones.append(r)
-    if len(first_ones) < LEAST_TENSORS or len(first_ones) == len(weights):
-        return None
-    r = first_ones[0]
-    return Finding(
-        ranks=tuple(sorted(begun)),
-        first_step=r.first,
-        last_step=r.last,
-        attempt=r.attempt,
-        severity="warning",
-        subject=r.name,
-        summary=f"the first {len(first_ones)} weights of the model, from {r.name} on, get gradients of "
-        f"{r.share:.1g} of the largest, at {r.below} of {r.steps} watched steps",
-        evidence=tuple(
-            Evidence(w.rank, w.first, f"root mean square of the gradient of {w.name} beside the largest",
-                     f"{w.share:.1g}", f"above {PARAMS['far_below']:g}")
-            for w in first_ones[:SHOWN]
-        ),
-        cannot_conclude=("the other ranks' figures: those of one rank were looked at",) if len(begun) > 1 else (),
-        next_check="saturating activations, a deep stack without residuals or normalisation, a small initialisation",
+        summary=f"every gradient on {listed(spells)} is exactly zero from step {first} to step {last}, at "
+                f"{counted(spell.length, 'watched step')} in a row"
+                + ("" if loss is None else f"; the loss is {loss:.4g}"),
+        evidence=tuple(Evidence(rank, r.steps[s.first], "largest gradient norm of any tensor", "0", "above 0")
+                       for rank, (r, s) in sorted(spells.items())[:SHOWN]),
+        cannot_conclude=interval(before, first),
+        next_check="look at what the loss is computed from: labels that are all masked, an output that is detached, "
+                   "clamped or saturated",
     )  # fmt: skip
+
+
+def _spell(state: Sequence[bool]) -> Spell | None:
+    """The first time that it holds for LEAST steps in a row."""
+    begun = 0
+    for at, here in enumerate([*state, False]):
+        if here:
+            continue
+        if at - begun >= LEAST:
+            return Spell(begun, at - 1, at - begun)
+        begun = at + 1
+    return None
+
+
+def _level(row: Row, step: int) -> float | None:
+    """The loss of the steps before; None without any."""
+    before = [v for s, v in zip(row.loss_steps or (), row.losses or (), strict=True) if s < step]
+    return float(numpy.median(before[-BEFORE:])) if before else None
+
+
+def _learnt(row: Row, step: int) -> bool:
+    """The loss had fallen to next to nothing: a margin or a hinge then has no gradient."""
+    level = _level(row, step)
+    first = float(numpy.median(numpy.abs((row.losses or [0.0])[:LEAST])))
+    return level is not None and abs(level) <= CONVERGED * first
+
+
+def _depth(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Of each catalogue the first model whose first layers get next to nothing, as the ranks that were read agree."""
+    for family in dict.fromkeys(r.family for r in rows):
+        mine = [r for r in rows if r.family == family]
+        read = [r for r in mine if r.depth]
+        for model in sorted({d["model"] for r in read for d in r.depth or ()}):
+            said = [_shallow([d for d in r.depth or () if d["model"] == model]) for r in read]
+            if said and all(s is not None for s in said):
+                first, last, names, ratio, steps = next(s for s in said if s is not None)
+                yield _deep(tuple(r.rank for r in mine), mine[0].attempt, first, last, names, ratio, steps)
+                break
+
+
+def _shallow(passes: Sequence[Mapping[str, Any]]) -> tuple[int, int, tuple[str, ...], float, int] | None:
+    """First and last step, the tensors, their largest share, and at how many steps."""
+    tiny: dict[int, tuple[tuple[str, ...], float]] = {}
+    looked: list[int] = []
+    for one in passes:
+        names, rms = one["names"], one["rms"]
+        if len(rms) < LAYERS or max(rms) <= 0:
+            continue
+        looked.append(one["step"])
+        largest = sorted(rms)[-2]  # a single tensor may lie far above all others
+        ahead = next((i for i, v in enumerate(rms) if v >= TINY * largest), len(rms))
+        if sum(v > 0 for v in rms[:ahead]) >= FIRST_LAYERS:  # zeros alone: a part that takes no part
+            tiny[looked[-1]] = tuple(names[:ahead]), max(rms[:ahead]) / largest
+    if len(tiny) < LEAST:
+        return None
+    first = min(tiny)
+    since = [s for s in looked if s >= first]
+    if len(tiny) < MOSTLY * len(since):
+        return None
+    names, ratio = min(tiny.values(), key=lambda t: len(t[0]))
+    return first, max(tiny), names, ratio, len(tiny)
+
+
+def _deep(ranks: tuple[int, ...], attempt: int, first: int, last: int, names: tuple[str, ...], ratio: float,
+          steps: int) -> Finding:  # fmt: skip
+    what = "gradient per element beside that of the layers that learn"
+    return Finding(
+        ranks=ranks, first_step=first, last_step=last, attempt=attempt, subject=names[0], severity="warning",
+        evidence_state="INFERRED",
+        summary=f"the gradients of the first {len(names)} layers ({names[0]} to {names[-1]}) are at most {ratio:.1g} "
+                f"of those of the layers that learn, at {counted(steps, 'watched step')} from step {first} to {last}: "
+                "too small to change a weight; no chance is stated, since healthy first layers lie above 1e-3 of it",
+        evidence=(Evidence(None, first, what, f"{ratio:.2g}", f"above {TINY:g}"),
+                  Evidence(None, first, "layers concerned", ", ".join(names[:SHOWN]))),
+        cannot_conclude=("whether they learn all the same: an optimizer that divides by the gradient's size moves them "
+                         "where that is above its epsilon",),
+        next_check="look at activations that saturate, at the scale of the initial weights, at paths around the depth "
+                   "(normalisation, residual connections)",
+    )  # fmt: skip
+
+
+def _collapsed(rows: Sequence[Row]) -> Iterator[Finding]:
+    fallen = {r.rank: (r, at) for r in rows if (at := _fall(r))}
+    if not fallen:
+        return
+    row, at = min(fallen.values(), key=lambda f: f[0].steps[f[1]])
+    level, here = float(numpy.median(row.norms[max(0, at - BEFORE) : at])), row.norms[at]
+    first = row.steps[at]
+    yield Finding(
+        ranks=tuple(sorted(fallen)), first_step=first, last_good_step=row.steps[at - 1], last_step=row.steps[-1],
+        attempt=row.attempt, subject="gradient norm", severity="warning", evidence_state="INFERRED",
+        summary=f"the gradient norm on {listed(fallen)} falls at step {first} from {level:.3g} to {here:.3g} and stays "
+                "there, while the loss does not fall; no chance is stated: what converges takes many steps for it",
+        evidence=tuple(Evidence(rank, r.steps[k], "gradient norm", f"{r.norms[k]:.4g}",
+                                f"about {float(numpy.median(r.norms[max(0, k - BEFORE) : k])):.4g}, its level before")
+                       for rank, (r, k) in sorted(fallen.items())[:SHOWN]),
+        cannot_conclude=("why: units that died, an output that saturated, a loss that no longer depends on it",
+                         *interval(row.steps[at - 1], first)),
+        next_check="look at activations and outputs at this step, and at the update before it",
+    )  # fmt: skip
+
+
+def _fall(row: Row) -> int:
+    """Position at which the norm fell at once and for good, while the loss kept its level; 0 for none."""
+    norms = numpy.array(row.norms)
+    falls: list[int] = (1 + numpy.nonzero(norms[1:] < FELL * norms[:-1])[0]).tolist()
+    for at in falls:
+        level = float(numpy.median(norms[max(0, at - BEFORE) : at]))
+        if not LEAST <= at <= len(norms) - 2 * LEAST or norms[at] >= FELL * level:
+            continue
+        if row.steps[at] - row.steps[at - 1] > AT_ONCE or (norms[at:] < FELL * level).mean() < MOSTLY:
+            continue
+        usual = _level(row, row.steps[at])
+        later = [v for s, v in zip(row.loss_steps or (), row.losses or (), strict=True) if s >= row.steps[at]]
+        if usual is None or not later or _learnt(row, row.steps[at]) or not usual > 0:
+            continue
+        if math.isfinite(usual) and float(numpy.median(later)) >= KEPT * usual:
+            return at
+    return 0

@@ -128,7 +128,7 @@ Blind to  all
 """
 from typing import NamedTuple
 from tdbg.aggregator.findings import Finding
-CODE = "LOSS_SPIKE"
+CODE = "CHECKPOINT_STALL"
 NEEDS = {"step": 1}
 PARAMS = {}
 SQL = "SELECT rank FROM step"
@@ -154,7 +154,7 @@ def test_a_rule_that_fails_is_reported_and_breaks_nothing_else(
 ) -> None:
     extra_rule(RULE.replace(*harm))
     v = _judge(templates / "faulty")
-    verdict = next(r for r in v.verdicts if r.reason_code == "LOSS_SPIKE")
+    verdict = next(r for r in v.verdicts if r.reason_code == "CHECKPOINT_STALL")
     assert verdict.outcome == "INSUFFICIENT_EVIDENCE"
     assert verdict.why.startswith(words)
     assert [w for w in v.data_quality.warnings if w.startswith("rule zz_extra failed: ")]
@@ -165,7 +165,7 @@ def test_a_rule_that_fails_is_reported_and_breaks_nothing_else(
 def test_an_added_rule_is_asked_without_any_other_change(templates: Path, extra_rule: Callable[[str], None]) -> None:
     extra_rule(RULE)
     v = _judge(templates / "healthy")
-    assert [(i.reason_code, i.finding.ranks) for i in v.incidents] == [("LOSS_SPIKE", (0,))]
+    assert [(i.reason_code, i.finding.ranks) for i in v.incidents] == [("CHECKPOINT_STALL", (0,))]
 
 
 def test_clear_over_a_gap_and_a_hypothesis_are_insufficient_evidence() -> None:

@@ -118,11 +118,16 @@ def lost(rows: Rows) -> None:
                                 [[sum(p) / ranks for p in zip(*parts, strict=True)], step])  # fmt: skip
 
 
-def loud(rows: Rows) -> None:
-    """The run goes on, and from step 25 on rank 2's own gradients are 16 times as large as before."""
+def _longer(rows: Rows) -> None:
+    """The run goes on: its own gradients of three times as many steps."""
     for shift in (STEPS, 2 * STEPS):
         rows.connection.execute(f"""INSERT INTO grad SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
             FROM grad WHERE stage = 'local' AND step <= {STEPS}""")
+
+
+def loud(rows: Rows) -> None:
+    """From step 25 on rank 2's own gradients are 16 times as large as before."""
+    _longer(rows)
     rows.connection.execute("""UPDATE grad SET l2 = list_transform(l2, lambda x: x * 16)
         WHERE stage = 'local' AND rank = 2 AND step >= 25""")
 
@@ -139,6 +144,22 @@ def resumed(rows: Rows) -> None:
         for nth, entries in ((1, 0), (2, 4)):
             rows.add("checkpoint", **(me | {"step": nth}), event="update", part="optimizer", nth=nth,
                      class_name="AdamW", params=4, covered=4, entries=entries)  # fmt: skip
+
+
+def surge(rows: Rows) -> None:
+    """At step 50 the gradients of all ranks are 40 times as large."""
+    _longer(rows)
+    rows.connection.execute("""UPDATE grad SET l2 = list_transform(l2, lambda x: x * 40)
+        WHERE stage = 'local' AND step = 50""")
+
+
+def spike(rows: Rows) -> None:
+    """The run goes on with losses near 1, and at step 50 rank 2's is 9."""
+    for shift in (STEPS, 2 * STEPS):
+        rows.connection.execute(f"""INSERT INTO loss SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
+            FROM loss WHERE step <= {STEPS}""")
+    rows.connection.execute("UPDATE loss SET total = 1 + hash(step) % 100 / 1000 + rank / 1000")
+    rows.connection.execute("UPDATE loss SET total = 9 WHERE rank = 2 AND step = 50")
 
 
 def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
@@ -208,6 +229,9 @@ PLANTS: dict[str, Plant] = {
     ),
     "REDUCTION_WRONG": Plant(lost, (2,), 9),
     "GRAD_OUTLIER_RANK": Plant(loud, (2,), 25),
+    "GRAD_SPIKE": Plant(surge, None, 50),
+    "GRAD_VANISHED": Plant(sql("UPDATE grad SET l2 = [0, 0, 0, 0] WHERE stage = 'local' AND step >= 9"), None, 9),
+    "LOSS_SPIKE": Plant(spike, (2,), 50),
     "HPARAM_DESYNC": Plant(
         lambda rows: rows.add("optim", rank=2, pid=102, step=9, class_name="AdamW", lr=0.0005,
                               settings='{"weight_decay": 0.01}', tensors=4, members=77),
@@ -225,9 +249,6 @@ PLANTS: dict[str, Plant] = {
     ),
     "CLIP_BEFORE_UNSCALE": Plant(
         sql("UPDATE loss SET scale = 1024", "UPDATE clip SET scaled = 1 WHERE rank = 2 AND step >= 9"), (2,), 9
-    ),
-    "GRAD_VANISHED": Plant(
-        sql("UPDATE grad SET l2 = [0, 0, 0, 0] WHERE stage = 'local' AND rank = 2 AND step >= 9"), (2,), 9
     ),
     "NO_VALIDATION": Plant(sql("DELETE FROM batch WHERE loader = 1"), None, None),
     "GRAD_NOT_ZEROED": Plant(sql("UPDATE leftover SET kept = TRUE WHERE rank = 2 AND step >= 9"), (2,), 9),

@@ -1,76 +1,112 @@
-"""GRAD_VANISHED: gradients that are all zero, or next to nothing in the first layers; convergence is neither."""
+"""GRAD_VANISHED: exact zeros, first layers that get nothing, a norm that collapses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
+from kit.replicas import catalogue
 from kit.rows import Rows
 from tdbg.aggregator.detectors import grad_vanished
 from tdbg.aggregator.findings import Finding
 
-NAMES = ("in.weight", "in.bias", "mid.weight", "mid.bias", "out.weight", "out.bias")
-Norms = Callable[[int, int], Sequence[float]]  # of rank and step, one per tensor
+STEPS, WORLD, DEEP = 40, 2, 8
+Norms = Callable[[int, int], Sequence[float]]  # of rank and step
 
 
-def _rows(norms: Norms, steps: int = 30, loss: Callable[[int], float] = lambda step: 1.0, valid: bool = True,
-          shape: str = "8x8") -> Rows:  # fmt: skip
-    rows = Rows()
-    for rank in range(2):
-        for index, name in enumerate(NAMES):
-            rows.add("tensor", rank=rank, generation=1, index=index, kind="param", name=name, model_type="Net",
-                     shape=shape if name.endswith("weight") else "8", numel=64, trainable=True,
-                     sharing="ddp")  # fmt: skip
-        for step in range(1, steps + 1):
-            rows.add("step", rank=rank, step=step, optimizers=1, backwards=1, watched=True)
-            rows.add("loss", rank=rank, step=step, backwards=1, total=loss(step), scale=1.0)
-            rows.add("grad", rank=rank, step=step, stage="local", generation=1, l2=list(norms(rank, step)), valid=valid,
-                     scale=1.0)  # fmt: skip
+def _run(norms: Norms, loss: Callable[[int], float] = lambda step: 1.0, layers: int = DEEP, **tensor: object) -> Rows:
+    rows = catalogue(Rows(), WORLD, *(f"layers.{i}.weight" for i in range(layers)), **{"shape": "2x2"} | tensor)
+    for rank in range(WORLD):
+        for step in range(1, STEPS + 1):
+            me = {"rank": rank, "step": step}
+            rows.add("loss", **me, backwards=1, total=loss(step), scale=1.0)
+            rows.add("step", **me, optimizers=1, backwards=1)
+            rows.add("grad", **me, stage="local", generation=1, l2=list(norms(rank, step)), valid=True, scale=1.0)
     return rows
 
 
-def _found(rows: Rows, outcome: str = "INCIDENT") -> list[Finding]:
-    outcomes, found = rows.judge(grad_vanished)
+def _found(rows: Rows, outcome: str = "INCIDENT", **facts: object) -> list[Finding]:
+    outcomes, found = rows.judge(grad_vanished, world_size=WORLD, **facts)
     assert outcomes == {"GRAD_VANISHED": outcome}
     return [f for _, f in found]
 
 
-def test_all_gradients_zero_from_the_start() -> None:
-    (found,) = _found(_rows(lambda rank, step: [0.0] * 6, loss=lambda step: 0.0))
-    assert (found.ranks, found.first_step, found.last_good_step, found.severity) == ((0, 1), 1, None, "warning")
+def _alike(rank: int, step: int) -> list[float]:
+    return [1.0] * DEEP
 
 
-def test_one_rank_from_a_step_on() -> None:
-    (found,) = _found(_rows(lambda rank, step: [0.0 if rank == 1 and step >= 12 else 1.0] * 6))
-    assert (found.ranks, found.first_step, found.last_good_step) == ((1,), 12, 11)
+def test_ordinary_gradients_are_clear() -> None:
+    assert _found(_run(_alike), "CLEAR") == []
 
 
-def test_single_batches_without_anything_to_learn_are_clear() -> None:
-    assert _found(_rows(lambda rank, step: [0.0 if step % 5 < 3 else 1.0] * 6), "CLEAR") == []
+def test_exact_zeros_from_the_start_are_observed() -> None:
+    (found,) = _found(_run(lambda rank, step: [0.0] * DEEP, lambda step: 0.0))
+    assert (found.ranks, found.first_step, found.last_good_step, found.last_step) == ((0, 1), 1, None, STEPS)
+    assert (found.severity, found.evidence_state) == ("warning", "OBSERVED")
 
 
-def test_a_loss_that_has_come_down_to_nothing_is_a_note() -> None:
-    rows = _rows(lambda rank, step: [0.0 if step > 20 else 1.0] * 6, loss=lambda step: 0.0 if step > 20 else 1.0)
-    assert [f.severity for f in _found(rows)] == ["note"]
+def test_exact_zeros_from_some_step_on_name_it() -> None:
+    (found,) = _found(_run(lambda rank, step: [0.0 if step >= 12 else 1.0] * DEEP))
+    assert (found.first_step, found.last_good_step) == (12, 11)
 
 
-def test_the_first_layers_get_next_to_nothing() -> None:
-    (found,) = _found(_rows(lambda rank, step: [1e-9, 1e-9, 3e-8, 1e-7, 1.0, 1.0]))
-    assert (found.subject, found.first_step, found.severity) == ("in.weight", 1, "warning")
-    assert "the first 2 weights" in found.summary
+def test_a_rank_alone_is_named_and_one_that_ran_out_of_data_is_a_note() -> None:
+    (found,) = _found(_run(lambda rank, step: [float(rank != 1)] * DEEP))
+    assert (found.ranks, found.severity) == ((1,), "warning")
+    (found,) = _found(_run(lambda rank, step: [float(rank != 1 or step < 34)] * DEEP))
+    assert (found.ranks, found.severity) == ((1,), "note")
 
 
-def test_one_small_weight_or_small_ones_elsewhere_are_clear() -> None:
-    assert _found(_rows(lambda rank, step: [1e-9, 1.0, 1.0, 1.0, 1.0, 1.0]), "CLEAR") == []
-    assert _found(_rows(lambda rank, step: [1.0, 1.0, 1e-9, 1.0, 1e-9, 1.0]), "CLEAR") == []
+def test_a_few_batches_without_gradient_and_a_learnt_margin_are_clear() -> None:
+    assert _found(_run(lambda rank, step: [float(step % 5 > 0)] * DEEP), "CLEAR") == []
+    learnt = _run(lambda rank, step: [1.0 if step < 20 else 0.0] * DEEP, lambda step: max(0.0, 1 - step / 15))
+    assert _found(learnt, "CLEAR") == []
 
 
-def test_all_gradients_becoming_small_together_is_convergence() -> None:
-    assert _found(_rows(lambda rank, step: [10.0**-step] * 6), "CLEAR") == []
+def test_first_layers_that_get_next_to_nothing_are_named() -> None:
+    (found,) = _found(_run(lambda rank, step: [10.0 ** (2 * k - 14) for k in range(DEEP)]))
+    assert (found.ranks, found.first_step, found.subject) == ((0, 1), 1, "layers.0.weight")
+    assert (found.severity, found.evidence_state) == ("warning", "INFERRED")
+    assert "first 3 layers (layers.0.weight to layers.2.weight)" in found.summary
 
 
-def test_small_at_first_and_then_not_is_clear() -> None:
-    assert _found(_rows(lambda rank, step: [1e-9 if step < 8 else 0.1] * 4 + [1.0, 1.0]), "CLEAR") == []
+def test_healthy_depth_biases_and_adapters_are_clear() -> None:
+    assert _found(_run(lambda rank, step: [1e-4, 1e-3, 1e-2, 0.1, 1, 1, 1, 1]), "CLEAR") == []
+    one = _run(lambda rank, step: [1e-9, 1, 1, 1, 1, 1, 1, 1])  # of one alone the cause may lie in itself
+    assert _found(one, "CLEAR") == []
+    adapters = _run(lambda rank, step: [0.0 if step == 1 and k % 2 == 0 else 1.0 for k in range(DEEP)])
+    assert _found(adapters, "CLEAR") == []
+    biases = _run(lambda rank, step: [1e-9] * 4 + [1.0] * 4, shape="4")
+    assert _found(biases, "CLEAR") == []
+    frozen = _run(lambda rank, step: [1e-9] * 4 + [1.0] * 4)
+    frozen.connection.execute("UPDATE tensor SET trainable = FALSE WHERE index < 4")
+    assert _found(frozen, "CLEAR") == []
+    unused = _run(lambda rank, step: [0.0] * 3 + [1.0] * 5)
+    assert _found(unused, "CLEAR") == []
 
 
-def test_gradients_that_were_not_this_ranks_own_are_not_judged() -> None:
-    assert _found(_rows(lambda rank, step: [0.0] * 6, valid=False), "INSUFFICIENT_EVIDENCE") == []
+def test_depth_that_is_overcome_is_clear() -> None:
+    rows = _run(lambda rank, step: [1e-9 if k < 3 and step < 8 else 1.0 for k in range(DEEP)])
+    assert _found(rows, "CLEAR") == []
+
+
+def test_a_collapse_at_once_while_the_loss_stays_is_found() -> None:
+    (found,) = _found(_run(lambda rank, step: [1.0 if step < 20 else 1e-5] * DEEP))
+    assert (found.ranks, found.first_step, found.last_good_step) == ((0, 1), 20, 19)
+    assert (found.severity, found.evidence_state, found.subject) == ("warning", "INFERRED", "gradient norm")
+
+
+def test_convergence_is_clear() -> None:
+    slow = _run(lambda rank, step: [math.exp(-step)] * DEEP)  # to a floor of noise: the loss stays
+    assert _found(slow, "CLEAR") == []
+    at_once = _run(lambda rank, step: [1.0 if step < 20 else 1e-5] * DEEP, lambda step: 1.0 if step < 20 else 1e-6)
+    assert _found(at_once, "CLEAR") == []
+    comes_back = _run(lambda rank, step: [1e-5 if 20 <= step < 24 else 1.0] * DEEP)
+    assert _found(comes_back, "CLEAR") == []
+
+
+def test_too_little_is_said() -> None:
+    rows = _run(_alike)
+    rows.connection.execute("DELETE FROM grad WHERE step > 3")
+    assert _found(rows, "INSUFFICIENT_EVIDENCE") == []
+    assert _found(_run(_alike), "INSUFFICIENT_EVIDENCE", missing_ranks=(1,)) == []
