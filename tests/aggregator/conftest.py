@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.plants import PLANTS, healthy
+from kit.healthy import healthy
+from kit.plants import PLANTS
 from kit.runs import write_run
 
 Copy = Callable[[str], Path]

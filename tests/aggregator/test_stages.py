@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kit.plants import healthy, sql
+from kit.healthy import healthy
+from kit.plants import sql
 from kit.rows import Rows
 from tdbg.aggregator.detectors import grad_desync, hparam_desync, optim_state_desync, param_desync
 from tdbg.aggregator.findings import Incident

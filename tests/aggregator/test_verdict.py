@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from kit.plants import healthy
+from kit.healthy import healthy
 from kit.rows import Rows
 from kit.runs import parts, record_dirs, write_run
 from tdbg.aggregator import detector

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kit.plants import healthy
+from kit.healthy import healthy
 from kit.rows import Rows
 from tdbg.aggregator.detectors import data_error_swallowed
 

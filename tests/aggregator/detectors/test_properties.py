@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from kit.plants import PLANTS, Plant, healthy
+from kit.healthy import healthy
+from kit.plants import PLANTS, Plant
 from kit.rows import Rows
 from tdbg.aggregator import detector
 from tdbg.aggregator.findings import Finding

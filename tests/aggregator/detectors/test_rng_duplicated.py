@@ -2,7 +2,8 @@
 
 import pytest
 
-from kit.plants import healthy, sql
+from kit.healthy import healthy
+from kit.plants import sql
 from tdbg.aggregator.detectors import rng_duplicated
 
 SAME_STREAM = "UPDATE rng SET torch_digest = step"
