@@ -1,6 +1,6 @@
 """A rank's gradient holds NaN or Inf: on which rank it was born, before the reduction spread it, and in which tensor.
 
-Reads     grad, tensor, loss, step, param (whether any update used it)
+Reads     grad, tensor, loss, step, clip, param (whether any update used it)
 Says      the ranks whose own gradient it was, the step, the tensor nearest to the loss, whether the loss had it already
 Unknown   own gradients that were not seen (views of the buckets, shards of no FSDP): then the step is known, not the
           rank
@@ -21,12 +21,16 @@ NEEDS = {"grad": 1, "tensor": 1}
 PARAMS: Mapping[str, object] = {}
 SHOWN = 8
 SPREAD = "on which rank it began: the steps before were not looked at, and an update with NaN spreads it to all"
+LEFT_OUT = "; the program left it out of the update"
+CUT = "; clipping by value made finite numbers of it, and those the update took"
 ORDER = "by order of registration, the last of them: gradients flow from the loss backwards"
 
 # Per attempt the earliest step that no scaler skipped; of it, every rank's own gradient (if seen) and reduced one.
 SQL = """
 WITH took AS (
-    SELECT rank, attempt, step, bool_or(skipped) AS skipped, max(backwards) AS backwards FROM step
+    SELECT rank, attempt, step, bool_or(skipped) AS skipped, max(backwards) AS backwards,
+           max(discarded) AS discarded
+    FROM step
     WHERE attempt IN (SELECT attempt FROM grad WHERE len(nonfinite) > 0) GROUP BY ALL
 ),
 bad AS (
@@ -62,7 +66,9 @@ good AS (
 )
 SELECT h.rank, h.attempt, h.step, h.last, g.step AS last_good, h.stage, h.stage = 'reduced' OR h.valid AS valid,
        coalesce(n.names, []) AS names, len(h.nonfinite) AS tensors, coalesce(t.backwards, 0) - h.times AS micro,
-       coalesce(o.nonfinite, 0) > 0 AS loss_bad, h.attempt IN (SELECT attempt FROM used) AS used
+       coalesce(o.nonfinite, 0) > 0 AS loss_bad, h.attempt IN (SELECT attempt FROM used) AS used,
+       t.discarded = 0 AND EXISTS (FROM clip c WHERE c.rank = h.rank AND c.attempt = h.attempt AND c.step = h.step
+                                                AND c.norm_type = 0) AS cut
 FROM here h LEFT JOIN named n ON n.rank = h.rank AND n.attempt = h.attempt AND n.stage = h.stage
 LEFT JOIN good g ON g.attempt = h.attempt
 LEFT JOIN took t ON t.rank = h.rank AND t.attempt = h.attempt AND t.step = h.step
@@ -87,6 +93,7 @@ class Row(NamedTuple):
     micro: int  # backwards of the step less those that left it non-finite: the smaller, the earlier it was born
     loss_bad: bool
     used: bool  # an update may have taken it
+    cut: bool  # nothing of this step was thrown away, and its gradients were clipped by value, which makes Inf finite
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -117,9 +124,9 @@ def _finding(rows: Sequence[Row], run: RunFacts) -> Finding:
         last_step=first.last,
         attempt=first.attempt,
         subject=subject,
-        severity="critical" if first.used else "note",
+        severity="critical" if first.used else "warning" if first.cut else "note",
         summary=f"the {what} of {listed(ranks)} holds NaN or Inf at step {first.step}, in {first.tensors} tensor(s), "
-        f"{subject} nearest to the loss{loss}" + ("" if first.used else "; the program left it out of the update"),
+        f"{subject} nearest to the loss{loss}" + ("" if first.used else CUT if first.cut else LEFT_OUT),
         evidence=tuple(_evidence(hit[:SHOWN], what)),
         cannot_conclude=_open(bool(born), unseen, run.world_size) + spread + interval(first.last_good, first.step),
         next_check="look at this rank's batch of that step, and at roots, divisions and norms of zero in the forward",

@@ -8,8 +8,10 @@ Blind to  a step more or less that a job's end explains; ranks that Join lets ru
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from ..detector import RunFacts
@@ -25,6 +27,10 @@ PARAMS: Mapping[str, object] = {
 LEAST_STEPS = 3  # fewer could be the start or the tail of an epoch
 LEAST_SHARE = 0.5  # an accumulation window cut short at an epoch's end is in the minority
 LATE_STEPS = 8  # a fault that sets in late counts from there on, once there were more steps than any epoch's tail has
+# Where the numbers vary on every rank: the chance that one of R like ranks has strictly the most (or the fewest) in so
+# many steps is binomial with 1 / R. A hundredth of the 1 % that a run's statistical rules share.
+ALPHA = 1e-4
+LEAST_RATIO = 1.5  # to its peers' middle: the reduction counts ranks alike, so that is how much its samples weigh
 # Within one reduction a rank can be at most one finished step ahead of a rank that died in the next one.
 STOPPED_SLACK = 2
 
@@ -62,6 +68,21 @@ offset_of AS (
     FROM beside b JOIN span s ON s.attempt = b.attempt AND s.team = b.team AND b.step >= s.first
     GROUP BY b.rank, b.attempt
 ),
+extreme AS (
+    SELECT attempt, team, step, max(backwards) AS most, min(backwards) AS fewest,
+           count(*) FILTER (backwards = most_of) AS at_most, count(*) FILTER (backwards = fewest_of) AS at_fewest
+    FROM (SELECT b.*, max(backwards) OVER w AS most_of, min(backwards) OVER w AS fewest_of
+          FROM beside b WINDOW w AS (PARTITION BY attempt, team, step))
+    GROUP BY ALL
+),
+ahead AS (
+    SELECT b.rank, b.attempt, sum(b.backwards) AS total, count(*) AS compared,
+           count(*) FILTER (b.backwards = x.most AND x.at_most = 1) AS above,
+           count(*) FILTER (b.backwards = x.fewest AND x.at_fewest = 1) AS below
+    FROM beside b JOIN extreme x USING (attempt, team, step)
+    JOIN span s ON s.attempt = b.attempt AND s.team = b.team AND b.step >= s.first
+    GROUP BY b.rank, b.attempt
+),
 died AS (
     SELECT rank, attempt, min(ended_ns) AS ended FROM exit WHERE exit_code <> 0 AND NOT stopped_by_launcher GROUP BY ALL
 )
@@ -72,10 +93,13 @@ SELECT e.attempt, e.rank, e.team, e.last, t.common, e.inferred,
        count(d.rank) OVER (PARTITION BY e.attempt) > 0 AS death_seen,
        coalesce(s.steps, 0) AS unequal, s.first, s.last AS last_unequal, coalesce(o.more, 0) AS more,
        coalesce(o.backwards, 0) AS backwards,
-       coalesce(len(list_filter(o.all_more, lambda x: x = o.more)) >= $steady * len(o.all_more), TRUE) AS steady
+       coalesce(len(list_filter(o.all_more, lambda x: x = o.more)) >= $steady * len(o.all_more), TRUE) AS steady,
+       coalesce(a.total, 0) AS total, coalesce(a.compared, 0) AS compared, coalesce(a.above, 0) AS above,
+       coalesce(a.below, 0) AS below
 FROM ends e JOIN teams t USING (attempt, team)
 LEFT JOIN span s USING (attempt, team)
 LEFT JOIN offset_of o ON o.rank = e.rank AND o.attempt = e.attempt
+LEFT JOIN ahead a ON a.rank = e.rank AND a.attempt = e.attempt
 LEFT JOIN died d ON d.rank = e.rank AND d.attempt = e.attempt
 ORDER BY e.attempt, e.team, e.rank
 """
@@ -100,6 +124,10 @@ class Row(NamedTuple):
     more: int  # this rank's usual offset from the first rank of the group, from `first` on
     backwards: int
     steady: bool  # it keeps that offset
+    total: int  # backwards from `first` on
+    compared: int  # common steps from `first` on
+    above: int  # of them, those in which it has more backwards than any other rank of the group
+    below: int  # and fewer
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -120,7 +148,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
             why = "step boundaries were inferred on some rank: nothing counts its steps exactly"
             yield Abstention("INSUFFICIENT_EVIDENCE", why)
             continue
-        yield from _backwards(team)
+        yield from _backwards(team) if all(r.steady for r in team) else _varying(team)
         # An attempt that another one followed was stopped, whatever the run's end.
         yield from _counts(team, run.status if attempt == last_attempt else "failed")
     yield from unheard(run)
@@ -164,8 +192,6 @@ def _backwards(team: Sequence[Row]) -> Iterator[Finding]:
     late = first.unequal >= LATE_STEPS and first.unequal > LEAST_SHARE * (first.common - first.first + 1)
     if not late and first.unequal <= LEAST_SHARE * first.common:
         return
-    if not all(r.steady for r in team):
-        return
     odd = split({r.rank: r.more for r in team})
     usual = [r.backwards for r in team if r.rank not in odd.odd]
     expected = str(usual[0]) if usual else "the same on all ranks"
@@ -188,3 +214,47 @@ def _backwards(team: Sequence[Row]) -> Iterator[Finding]:
         cannot_conclude=() if odd.decided else ("which number was meant: no majority of the ranks agrees",),
         next_check="compare the accumulation setting of the ranks",
     )
+
+
+def _varying(team: Sequence[Row]) -> Iterator[Finding]:
+    """A rank whose number is beyond all others' nearly always, where no rank keeps one."""
+    steady = PARAMS["steady"]
+    assert isinstance(steady, float)
+    for r in team:
+        peers = median(o.total for o in team if o is not r)
+        times = max(r.above, r.below)
+        chance = 2 * len(team) * _at_least(times, r.compared, 1 / len(team))
+        ratio = max(r.total, peers) / max(min(r.total, peers), 1)
+        if chance > ALPHA or times < steady * r.compared or ratio < LEAST_RATIO or r.first is None:
+            continue
+        which = "more" if r.above > r.below else "fewer"
+        hit = tuple(sorted(o.rank for o in team)) if len(team) == 2 else (r.rank,)
+        yield Finding(
+            ranks=hit,
+            first_step=r.first,
+            last_good_step=r.first - 1 if r.first > 1 else None,
+            last_step=r.last_unequal,
+            attempt=r.attempt,
+            subject="backwards",
+            severity="warning",
+            evidence_state="INFERRED",
+            summary=f"{listed((r.rank,))}: {which} backwards than on any other rank in {times} of {r.compared} steps, "
+            f"{r.total} in all where {peers:g} are the others' middle; the numbers vary on every rank; chance of this "
+            f"at most {max(chance, 1e-9):.1g} where ranks are alike and steps independent",
+            evidence=tuple(
+                Evidence(o.rank, r.first, f"backwards from step {r.first} to {r.common}", str(o.total), "alike")
+                for o in team
+            )[:SHOWN],
+            cannot_conclude=("whether the program weighs each rank's gradient by its number of samples",),
+            next_check="compare the rule by which each rank cuts its batches, and divide by what all ranks took",
+        )
+        return
+
+
+def _at_least(times: int, of: int, chance: float) -> float:
+    """Chernoff's bound of the binomial upper tail: never below it, and without overflow at any length."""
+    share = times / of if of else 0.0
+    if share <= chance:
+        return 1.0
+    rest = (1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0
+    return math.exp(-of * (share * math.log(share / chance) + rest))

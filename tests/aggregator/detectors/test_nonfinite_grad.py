@@ -110,3 +110,25 @@ def test_a_gradient_that_the_program_threw_away_before_the_update_is_a_note() ->
     lost = _rows({1: [0]}, [])
     lost.connection.execute("DELETE FROM grad WHERE rank = 2 AND stage = 'reduced'")
     assert [f.severity for f in _found(lost)] == ["critical"]
+
+
+def test_infinities_that_clipping_by_value_made_finite_went_into_the_update() -> None:
+    rows = _rows({1: [1]}, [])
+    (left_out,) = _found(rows)
+    assert left_out.severity == "note"
+    assert "left it out" in left_out.summary
+    for rank in range(RANKS):
+        rows.add("clip", rank=rank, step=2, max_norm=0.5, norm_type=0.0, calls=1)
+    (found,) = _found(rows)
+    assert (found.ranks, found.severity) == ((1,), "warning")
+    assert "clipping by value" in found.summary
+
+
+def test_what_was_thrown_away_before_clipping_by_value_went_into_no_update() -> None:
+    rows = _rows({1: [1]}, [])
+    for rank in range(RANKS):
+        rows.add("clip", rank=rank, step=2, max_norm=0.5, norm_type=0.0, calls=1)
+    rows.connection.execute("UPDATE step SET discarded = 1, backwards = 2 WHERE step = 2")
+    (found,) = _found(rows)
+    assert found.severity == "note"
+    assert "left it out" in found.summary

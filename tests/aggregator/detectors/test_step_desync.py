@@ -60,6 +60,29 @@ def test_windows_that_vary_with_each_ranks_data_are_no_finding() -> None:
     assert _found(rows, "CLEAR") == []
 
 
+def _vary(rows: Rows, number: str) -> Rows:
+    rows.connection.execute(f"UPDATE step SET backwards = {number}")
+    return rows
+
+
+def test_where_all_vary_a_rank_that_nearly_always_has_the_most_by_far_is_named() -> None:
+    (found,) = _found(_vary(_rows(20, 20, 20), "(2 + (step * (rank + 2)) % 3) * (CASE rank WHEN 1 THEN 3 ELSE 1 END)"))
+    assert (found.ranks, found.first_step, found.evidence_state) == ((1,), 1, "INFERRED")
+    assert "more backwards than on any other rank" in found.summary
+    (fewest,) = _found(_vary(_rows(20, 20, 20), "CASE rank WHEN 0 THEN 1 + step % 2 ELSE 4 + step * rank % 3 END"))
+    assert fewest.ranks == (0,)
+    assert "fewer backwards" in fewest.summary
+    two = _vary(_rows(20, 20), "(2 + (step * (rank + 2)) % 3) * (1 + 2 * rank)")
+    assert [f.ranks for f in _found(two)] == [(0, 1)]
+
+
+@pytest.mark.parametrize(("steps", "factor"), [(4, "3"), (20, "1.3"), (20, "CASE step % 4 WHEN 0 THEN 0.2 ELSE 3 END")])
+def test_few_steps_a_small_excess_or_one_that_comes_and_goes_proves_nothing(steps: int, factor: str) -> None:
+    rows = _rows(steps, steps, steps)
+    _vary(rows, f"((20 + (step * (rank + 2)) % 3) * (CASE rank WHEN 1 THEN {factor} ELSE 1 END))::INT")
+    assert _found(rows, "CLEAR") == []
+
+
 def test_a_window_that_varies_alike_on_all_ranks_is_clear() -> None:
     rows = _rows(10, 10)
     rows.connection.execute("UPDATE step SET backwards = 1 + step % 3")
