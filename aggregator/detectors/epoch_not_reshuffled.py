@@ -1,6 +1,6 @@
 """Shuffling was asked for, yet two passes in a row consume the samples in the same order.
 
-Reads     loader, batch (training passes), sampler
+Reads     loader, batch (training passes), sampler, checkpoint (what was put back)
 Says      the ranks, the first step of the repeated pass, the sampler
 Unknown   fewer than two whole passes
 Blind to  iterable data, which has no ids; orders that repeat with a period above one
@@ -22,7 +22,8 @@ PARAMS = {
     "fewest": 20,  # samples: two shuffles of 20 agree by chance once in 20! = 2.4e18
 }
 
-# A loader that is built anew for each epoch goes on where the last one over the same samples ended.
+# A loader that is built anew for each epoch goes on where the last one over the same samples ended. A pass
+# that begins after state was put back may be one that was taken before.
 SQL = """
 WITH pass AS (
     SELECT rank, attempt, pid, loader, iterator, bool_or(whole) AS whole, min(seq) AS first_seq, max(seq) AS last_seq,
@@ -41,7 +42,10 @@ WITH pass AS (
     LEFT JOIN sampled s ON s.rank = l.rank AND s.attempt = l.attempt AND s.pid = l.pid AND s.sampler = l.sampler
 ), pairs AS (
     SELECT *, coalesce(whole AND before.whole AND before.last_seq < first_seq AND samples >= $fewest
-                       AND samples = before.samples, FALSE) AS comparable
+                       AND samples = before.samples, FALSE)
+              AND NOT EXISTS (FROM checkpoint c WHERE c.event = 'apply' AND c.rank = told.rank
+                              AND c.attempt = told.attempt AND c.pid = told.pid
+                              AND c.seq BETWEEN before.last_seq AND told.last_seq) AS comparable
     FROM told
 ), judged AS (
     SELECT *, comparable AND order_hash = before.order_hash AS repeated FROM pairs

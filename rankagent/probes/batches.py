@@ -178,6 +178,8 @@ def install(emit: Emit) -> Undo:
                 data = original(iterator)
             except BaseException as e:
                 emit.guarded(took, iterator, None, started, now_ns(), type(e).__name__)
+                if isinstance(e, StopIteration):
+                    agent.phase = "other"
                 raise
             emit.guarded(took, iterator, data, started, now_ns(), "")
             agent.phase = "other"

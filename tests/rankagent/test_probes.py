@@ -264,6 +264,16 @@ def test_a_flag_that_torch_refuses_to_tell_hides_no_other(monkeypatch):
     assert found["mkldnn.enabled"] is True
 
 
+def test_after_the_last_batch_of_a_pass_the_phase_is_no_longer_data(tmp_path):
+    with running(tmp_path) as agent:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2):
+            model(batch.view(2, 1)).sum().backward()
+            optimizer.step()
+        assert agent.phase == "other"
+
+
 def test_streams_that_were_drawn_from_are_named_with_the_phase(tmp_path):
     def program():
         torch.manual_seed(0)

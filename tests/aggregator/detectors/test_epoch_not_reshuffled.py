@@ -47,6 +47,13 @@ def test_one_order_twice_is_found_at_the_first_step_of_the_second_pass() -> None
     assert (f.ranks, f.first_step, f.subject, f.severity) == ((0, 1), 5, "RandomSampler", "warning")
 
 
+def test_a_pass_that_is_taken_again_after_a_resume_is_no_repetition() -> None:
+    rows = train([IN_ORDER, SHUFFLED, SHUFFLED], ranks=1)
+    rows.add("checkpoint", step=9, event="apply", part="model")
+    rows.connection.execute("UPDATE checkpoint SET seq = (SELECT max(seq) + 1 FROM batch WHERE step = 9)")
+    assert judge(rows, world_size=1) == ("CLEAR", [])
+
+
 def test_the_repetition_may_begin_later() -> None:
     _, (f,) = judge(train([IN_ORDER, SHUFFLED, SHUFFLED]))
     assert f.first_step == 9
