@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     i.add_argument("--exit-code", action="store_true", help="exit with 1 when it is above a note")
     add("ranks", ranks, "one row a rank: steps, loss, gradient norm, step time, memory, what sets it apart")
     add("metrics", metrics, "metric rows by rank and step").add_argument("metric", metavar="METRIC", nargs="?")
+    c = add("compare", compare, "the first step, metric and rank at which two runs part, or that they don't", run=False)
+    c.add_argument("a", metavar="A", help="run id, unique prefix, path of a run folder, or latest")
+    c.add_argument("b", metavar="B", help="the run to lay beside it; may have resumed from one of its checkpoints")
     add("sql", sql, "DuckDB SQL over the run's tables, read-only").add_argument("query", metavar="QUERY")
     add("watch", watch, "the live screen of a running or finished run")
     return p
@@ -149,6 +152,21 @@ def metrics(args: argparse.Namespace) -> int:
         rows, run = metric_rows(store, args.metric), store.about.id
     units = {name: METRICS[name].unit for name in dict.fromkeys(r.metric for r in rows)}
     _print(args, lambda json: json.metrics(run, rows, units), lambda: text.metrics(rows, units))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """`tdbg compare A B`."""
+    from .compare import compare as laid_beside
+    from .compare import opened
+    from .locate import resolve, store_dir
+    from .outputs import text
+    from .store import Store
+
+    folder = store_dir(args.store)
+    with Store(resolve(folder, args.a)) as one, Store(resolve(folder, args.b)) as other:
+        said = laid_beside(one.rows, opened(one), other.rows, opened(other))
+    _print(args, lambda json: json.comparison(said), lambda: text.comparison(said))
     return 0
 
 

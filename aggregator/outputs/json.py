@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from ..compare import Comparison
 from ..findings import Incident, Verdict
 from ..metrics import MetricRow
 from ..ranks import RankRow
@@ -62,6 +63,16 @@ def incident(i: Incident) -> dict[str, Any]:
         "last_step": f.last_step, "subject": f.subject, "summary": f.summary,
         "evidence": [asdict(e) for e in f.evidence],
         "cannot_conclude": list(f.cannot_conclude), "next_check": f.next_check,
+    }  # fmt: skip
+
+
+def comparison(c: Comparison) -> dict[str, Any]:
+    """The object of `tdbg compare --json`."""
+    return {
+        "schema": "tdbg.compare/1", "a": c.a, "b": c.b, "outcome": c.outcome, "first_step": c.first_step,
+        "metric": c.metric, "subject": c.subject, "ranks": sorted(c.ranks),
+        "identity_differences": [asdict(d) for d in c.identity_differences], "why": c.why,
+        "last_equal_step": c.last_equal_step, "offset": c.offset, "compared_steps": c.compared_steps,
     }  # fmt: skip
 
 

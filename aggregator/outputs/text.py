@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from ..compare import Comparison
 from ..findings import DataQuality, Finding, Incident, RuleVerdict, Verdict
 from ..metrics import MetricRow
 from ..ranks import RankRow
@@ -93,6 +94,17 @@ def quality(q: DataQuality) -> list[str]:
         return [f"data quality: complete ({ranks_text(q.ranks_seen)}, nothing dropped)"]
     dropped = f", {counted(q.dropped_events, 'row')} lost" if q.dropped_events else ""
     return [f"data quality: {counted(len(q.warnings), 'warning')}{dropped}", *(f"  {clean(w)}" for w in q.warnings)]
+
+
+def comparison(c: Comparison) -> str:
+    """The outcome in a sentence, then what the two runs were started with that is not the same."""
+    lines = [f"{c.outcome}: {clean(c.why)}"]
+    if c.subject:
+        lines.append(f"  {c.metric}: {clean(c.subject)}")
+    if c.identity_differences:
+        rows = ((d.key, d.a or "-", d.b or "-") for d in c.identity_differences)
+        lines += ["", table(("differs before the first step", clean(c.a), clean(c.b)), rows)]
+    return "\n".join(lines)
 
 
 def runs(rows: Sequence[Mapping[str, Any]]) -> str:

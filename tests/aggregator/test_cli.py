@@ -129,6 +129,15 @@ def test_ranks_and_metrics_show_each_rank(templates: Path, capsys: Any) -> None:
     assert "there are: loss" in _error(capsys, *store, "metrics", "faulty", "speed", status=2)
 
 
+def test_compare_says_where_two_runs_part_in_the_contracts_words(templates: Path, capsys: Any) -> None:
+    c = _json(capsys, "--store", str(templates), "compare", "faulty", "faulty", "--json")
+    assert {"schema", "outcome", "first_step", "metric", "subject", "ranks", "identity_differences", "why"} <= set(c)
+    assert (c["schema"], c["outcome"], c["first_step"]) == ("tdbg.compare/1", "IDENTICAL", None)
+    text = _text(capsys, "--store", str(templates), "compare", "faulty", "healthy")
+    assert text.startswith("WITHIN_NOISE: bits differ from step 9 on")  # of a parameter, and no loss follows
+    _error(capsys, "--store", str(templates), "compare", "faulty", "nowhere", status=3)
+
+
 def test_sql_prints_a_table_or_json_rows(templates: Path, capsys: Any) -> None:
     query = "SELECT rank, max(step) AS last, 'nan'::DOUBLE AS odd FROM step GROUP BY rank ORDER BY rank"
     found = _json(capsys, "sql", str(templates / "healthy"), query, "--json")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from kit.job import Ended, Spec, job, run
+from tdbg.aggregator.compare import Comparison, compare, opened
+from tdbg.aggregator.store import Store
 
 TRAIN = """
 import random, sys
@@ -123,3 +125,51 @@ def test_the_trainers_own_resume_is_complete(tmp_path: Path) -> None:
     assert ended.found("RESUME_INCOMPLETE") == []
     (outcome,) = [v["outcome"] for v in ended.verdict["verdicts"] if v["reason_code"] == "RESUME_INCOMPLETE"]
     assert outcome == "CLEAR"  # it was seen to be a resume
+
+
+GOES_ON = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(3)
+net = DDP(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+first = 0
+if len(sys.argv) > 1:
+    state = torch.load(sys.argv[1], weights_only=False)
+    first = state["step"]
+    net.module.load_state_dict(state["model"])
+    if "optimizer" in sys.argv:
+        optimizer.load_state_dict(state["optimizer"])
+for step in range(first, 12):
+    torch.manual_seed(100 * step + rank)
+    optimizer.zero_grad()
+    net(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    if step == 5 and first == 0 and rank == 0:
+        torch.save({"step": 6, "model": net.module.state_dict(), "optimizer": optimizer.state_dict()}, "state.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_a_resumed_run_beside_the_uninterrupted_one_is_the_drill_for_a_resume(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", job(GOES_ON))
+    saved = str(whole.folder / "state.pt")
+    complete = run(tmp_path / "complete", job(GOES_ON, arguments=(saved, "optimizer")))
+    lacking = run(tmp_path / "lacking", job(GOES_ON, arguments=(saved,)))
+    said = _compare(whole, complete)
+    assert (said.outcome, said.offset, said.compared_steps) == ("IDENTICAL", 6, 6), said.why
+    said = _compare(whole, lacking)
+    assert (said.outcome, said.first_step, said.metric, said.ranks) == ("DIVERGED", 7, "optimizer state", (0, 1)), (
+        said.why
+    )
+
+
+def _compare(a: Ended, b: Ended) -> Comparison:
+    with Store(a.run) as one, Store(b.run) as other:
+        return compare(one.rows, opened(one), other.rows, opened(other))
