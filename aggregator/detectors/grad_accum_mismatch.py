@@ -66,9 +66,12 @@ WITH part AS (
            w.plain AND w.inner_one AND w.n <> coalesce(p.n, u.n) AND coalesce(p.n, u.n) > 1 AS odd,
            w.discarded > 0 AS wasted, w.discarded > 0 AND w.passes > 1 AS wasted_end
     FROM whole w JOIN usual u USING (rank, attempt) LEFT JOIN of_pass p USING (rank, attempt, pass)
-), steady AS (  -- what changes in between is a schedule
+), steady AS (  -- what is told again in between is a schedule, or the next of several trainings in one process
     SELECT rank, attempt, source, max(value)::INTEGER AS value FROM declared
-    WHERE key = 'gradient_accumulation_steps' GROUP BY ALL HAVING min(value) = max(value)
+    WHERE key = 'gradient_accumulation_steps'
+    GROUP BY rank, attempt, source HAVING min(value) = max(value)
+    WINDOW of_run AS (PARTITION BY rank, attempt)
+    QUALIFY max(max(step)) OVER of_run = min(min(step)) OVER of_run
 ), declared_one AS (  -- a trainer tells what it sits on as well, or keeps it to itself
     SELECT rank, attempt, max(value) AS value, arg_max(source, value) AS source FROM steady GROUP BY ALL
 )

@@ -96,6 +96,13 @@ def test_a_declared_number_that_is_kept_is_clear_also_where_passes_are_shorter()
     assert _found(_rows(_passes(6, 0, last=3), declared=4.0), "CLEAR") == []
 
 
+def test_what_one_training_was_told_is_not_held_against_the_next_one_in_the_process() -> None:
+    rows = _rows(_passes(1, 12, size=1), declared=4.0)
+    rows.add("declared", rank=0, step=3, value=1.0, source="Other", key="gradient_accumulation_steps")
+    rows.add("declared", rank=1, step=3, value=1.0, source="Other", key="gradient_accumulation_steps")
+    assert _found(rows, "CLEAR") == []
+
+
 def test_leftovers_that_are_thrown_away() -> None:
     windows = [[0] * 4] * 5 + [[0, 0, 1, 1, 1, 1]] + [[1] * 4] * 5
     (found,) = _found(_rows(windows, discarded={6: 2}))
