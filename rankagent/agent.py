@@ -13,6 +13,8 @@ Events (all on the training thread, arguments in brackets):
     step_end []                the step's last update is done; heavy passes belong here
     step_closed [StepInfo]     costs are known; the light rows are written here
     forward_begin [module, args, kwargs] / forward_end []     root forward
+    batch_given [loader, pass, again, end]   a row of `batch` was written; `again`: no backward since the one before it
+                               of this pass
     buffers_synced [ddp]       DDP has just broadcast its buffers
     ending []                  the process group is about to be destroyed
     failed [exception]         an uncaught exception; `close` follows

@@ -10,7 +10,7 @@ _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _Singl
 collate_fn, auto_collation).
 Of FSDP1 FullyShardedDataParallel._handle, its flat parameter's bookkeeping (_saved_grad_shard among it) and
 _runtime_utils (_reduce_grad, _reduce_grad_no_shard); of FSDP2 FSDPModule._get_fsdp_state, its parameter groups
-(fsdp_params, mesh_info) and _fsdp_param_group.foreach_reduce (2.13).
+(fsdp_params, mesh_info) and _fsdp_param_group.foreach_reduce (2.13). Of dynamo eval_frame.cached_backends.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ def readable(tensor: Any) -> bool:
     """Whether the tensor's memory is there. FSDP and offloading free it under living tensors: to read those crashes."""
     storage_bytes: int = tensor.untyped_storage().nbytes()
     return bool(storage_bytes >= tensor.nbytes + tensor.storage_offset() * tensor.element_size())
+
+
+def compiles() -> bool:
+    """Whether the program has asked dynamo to compile anything; true where that can't be told."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    backends = getattr(frames, "cached_backends", None)
+    # `disable` notes None or False as its backend
+    return not isinstance(backends, dict) or any(backends.values())
 
 
 def spreads_state(optimizer: Any) -> bool:

@@ -77,6 +77,7 @@ class Pass:
         self.loader, self.number, self.chain, self.iterable = loader, number, chain, iterable
         self.sampler_iter = sampler_iter
         self.index = 0
+        self.backwards = -1  # of this process, when its last batch was given
 
 
 @dataclass
@@ -226,6 +227,8 @@ def install(emit: Emit) -> Undo:
              (fetched.ids, fetched.digests, fetched.end))  # fmt: skip
         fetched.of.index += 1
         agent.batch_handed(fetched.scan)
+        again, fetched.of.backwards = fetched.of.backwards == agent.backwards_total, agent.backwards_total
+        agent.fire("batch_given", fetched.of.loader, fetched.of.number, again, fetched.end)
 
     def hand_group(group: list[Fetched], data: Any, waiting: Waiting) -> None:
         if waiting.ranks:

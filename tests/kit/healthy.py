@@ -131,3 +131,4 @@ def _evaluate(rows: Rows, me: dict[str, int], rank: int, ranks: int, epoch: int)
         rows.add("batch", **me, **about, index=index, samples=BATCH, ids=ids, backwards=me["step"], grad_enabled=False,
                  digests=[104729 * (i + 1) for i in ids])  # fmt: skip
     rows.add("batch", **me, **about, index=HELD, backwards=me["step"], end="StopIteration")
+    rows.add("evaluation", **me, **about, backwards=me["step"], forwards=1, in_eval=True, reacting=1, model_type="Net")

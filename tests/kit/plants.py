@@ -139,6 +139,10 @@ PLANTS: dict[str, Plant] = {
         lambda rows: rows.add("mode", rank=2, pid=102, step=9, backwards=1, in_eval=1, before=8, sensitive=1,
                               model_type="Net", names="drop"), (2,), 9,
     ),
+    "TRAIN_MODE_EVAL": Plant(
+        sql(f"UPDATE evaluation SET in_eval = FALSE, dropout = 1, names = 'drop' WHERE rank = 2 AND step > {PASS}"),
+        (2,), STEPS,
+    ),
     "NONFINITE_LOSS": Plant(
         sql("UPDATE loss SET nonfinite = 1, total = 'nan', first_nonfinite = 0 WHERE rank = 2 AND step >= 9"), (2,), 9
     ),
