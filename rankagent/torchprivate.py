@@ -3,7 +3,9 @@
 A name that is absent makes the feature "not recorded, because"; it never breaks training. Present in torch 2.4 to
 2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, DDP._register_builtin_comm_hook,
 GradScaler._maybe_opt_step, Variable._execution_engine, DTensor._local_tensor, Node._saved_* and saved_tensors,
-torch._C._nn.flatten_dense_tensors, distributed_c10d._world,
+torch._C._nn.flatten_dense_tensors, distributed_c10d._world, torch._C._len_torch_dispatch_stack,
+torch._C._functorch.peek_interpreter_stack, torch._C.DisableTorchFunction, torch._dynamo.convert_frame.FRAME_COUNTER,
+Module._compiled_call_impl,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
 _MultiProcessingDataLoaderIter (_reset, _task_info, _send_idx, _workers), _SingleProcessDataLoaderIter
 (_dataset_fetcher), torch.utils.data._utils.fetch (_MapDatasetFetcher, _IterableDatasetFetcher: fetch, dataset,
@@ -97,6 +99,27 @@ def groups_with_hooks(torch: Any) -> list[Any]:
     if not torch.distributed.is_available() or known is None:
         return []
     return [g for g in getattr(known, "pg_map", ()) if hasattr(g, "register_pre_hook")]
+
+
+def ordinary_forward(torch: Any) -> bool:
+    """Whether operations are computed as they are called: nothing traces, transforms, captures or records them. Under
+    such a mode (selective checkpointing is one) an operation of ours would become part of what it keeps."""
+    modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    transforms = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    if modes is None or modes() or transforms is None or transforms() is not None or torch.jit.is_tracing():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def has_compiled(models: list[Any]) -> bool:
+    """Whether dynamo has compiled anything in this process, or is to compile one of these models. A hook on all modules
+    is among what it guards: to set or remove one would make it compile anew."""
+    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+    return bool(frames) or any(
+        getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
+        for top in models
+        for m in top.modules()
+    )
 
 
 def default_store(torch: Any) -> Any:

@@ -47,6 +47,7 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
         rows.add("tensor", **me, generation=1, index=index, kind="buffer", name=name, model_type="Net", shape="8",
                  dtype="float32", numel=8, optimizer=-1, sharing="ddp", peers=peers, broadcast=1)  # fmt: skip
     rows.add("mode", **me, step=1, backwards=1, model_type="Net")
+    rows.add("output", **me, step=2, generation=1, modules=3)
     rows.add("param", **me, step=1, stage="start", generation=1, l2=[1.0] * 4, digest=[1, 2, 3, 4])
     rows.add(
         "optim", **me, step=1, class_name="AdamW", lr=0.001, settings='{"weight_decay": 0.01}', tensors=4, members=77

@@ -87,6 +87,16 @@ def spike(rows: Rows) -> None:
     rows.connection.execute("UPDATE loss SET total = 9 WHERE rank = 2 AND step = 50")
 
 
+def dead(rows: Rows) -> None:
+    """On every rank `act` gives zero at each step, and what feeds it gets no gradient."""
+    rows.connection.execute("UPDATE grad SET l2 = [0, 0, l2[3], l2[4]]")
+    for (rank,) in rows.connection.execute("SELECT DISTINCT rank FROM step").fetchall():
+        for step in range(3, STEPS + 1):
+            rows.add("constant", rank=rank, pid=100 + rank, step=step, generation=1, calls=1, same=True, equal=True,
+                     zero=True, witness_same=-1, module="act", module_type="ReLU", op="relu", fed_by="addmm",
+                     tensors=[0])  # fmt: skip
+
+
 CHANGED = "[digest[1], 999, digest[3], digest[4]]"  # the second tensor's bits are others
 
 PLANTS: dict[str, Plant] = {
@@ -155,6 +165,7 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "DEAD_MODULE": Plant(dead, None, 1),
     "PARAM_NEVER_UPDATED": Plant(
         sql("UPDATE grad SET l2 = [l2[1], l2[2], -1, l2[4]]",
             "UPDATE param SET digest = [digest[1], digest[2], 3, digest[4]]",

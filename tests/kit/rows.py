@@ -53,6 +53,13 @@ class Rows:
         self.connection.execute(f'INSERT INTO "{table}" VALUES ({marks})', [row[c.name] for c in columns])
         return self
 
+    def add_all(self, recorded: dict[str, list[dict[str, Any]]], *tables: str) -> Rows:
+        """The rows that an agent wrote into these tables."""
+        for table in tables:
+            for row in recorded.get(table, []):
+                self.add(table, **row)
+        return self
+
     def judge(self, module: Any, **facts: Any) -> tuple[dict[str, str], list[tuple[str, Finding]]]:
         """(outcome by code, findings with their codes) of one detector over these rows."""
         ranks = "SELECT rank FROM step UNION SELECT rank FROM identity UNION SELECT rank FROM batch"
