@@ -4,7 +4,7 @@ A name that is absent makes the feature "not recorded"; it never breaks training
 (DataLoaderDispatcher._fetch_batches), lightning 2.6 (_PrefetchDataFetcher, _DataFetcher), torchdata 0.11
 (StatefulDataLoader._get_iterator, _StatefulMultiProcessingDataLoaderIter._reset; all four used in `readahead`) and
 datasets 5.2 (Dataset._data, Dataset._indices, Dataset._fingerprint). Of transformers 5.24 the Trainer's
-`callback_handler` is used, which has no promise to stay.
+`callback_handler` is used, which has no promise to stay, of lightning 2.6 Trainer._logger_connector._callback_metrics.
 """
 
 from __future__ import annotations
@@ -48,3 +48,12 @@ def trainer_callbacks(trainer: Any) -> list[str]:
     """Classes of the callbacks that a Hugging Face Trainer calls, in order, its own among them."""
     callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
     return [type(c).__name__ for c in callbacks] if isinstance(callbacks, list) else []
+
+
+def lightning_metrics(trainer: Any) -> set[str] | None:
+    """Names of the metrics that a Lightning Trainer's callbacks could see so far; None where it is not known.
+
+    Its public `callback_metrics` may compute them first, over all ranks.
+    """
+    metrics = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
+    return set(metrics) if isinstance(metrics, dict) else None

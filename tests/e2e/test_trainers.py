@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer whose callback rewrites the logged loss is found; the same training without it is silent."""
+"""Real trainers that log another loss than they optimise or wait for an evaluation that never comes, and good ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Smooth(TrainerCallback):
 
 torch.manual_seed(1)
 args = TrainingArguments(output_dir="out", max_steps=11, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-                         logging_steps=2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)
+                         logging_steps=2, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+                         metric_for_best_model="accuracy")
 Trainer(model=Net(), args=args, train_dataset=Rows(), callbacks=[Smooth()] if sys.argv[1] == "smooth" else []).train()
 """
 
@@ -58,3 +59,6 @@ def test_a_rewritten_log_is_found_and_a_true_one_is_not(tmp_path: Path, how: str
         assert (one["ranks"], one["first_step"], one["last_good_step"]) == ([0, 1], 6, 4)
         assert (one["severity"], one["evidence_state"], one["subject"]) == ("warning", "OBSERVED", "loss")
         assert any("Smooth" in e["value"] for e in one["evidence"])
+    (note,) = [i for i in ended.verdict["incidents"] if i["reason_code"] == "NO_VALIDATION"]
+    assert note["summary"].endswith("without effect: metric_for_best_model by eval_accuracy")
+    assert "none (eval strategy no, save strategy no)" in [e["value"] for e in note["evidence"]]
