@@ -24,6 +24,7 @@ Events (all on the training thread, arguments in brackets):
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import pkgutil
 import threading
@@ -32,7 +33,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import contract, guard, identity, probes, torchprivate
 from .boundary import Window
@@ -62,6 +63,14 @@ class StepInfo:
     agent_ns: int
     discarded: int = 0
     phases: dict[str, int] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    """Which batch it is: the loader, its pass and the position in it, as in table batch."""
+
+    loader: int
+    iterator: int
+    position: int
 
 
 class Emit:
@@ -118,8 +127,7 @@ class Agent:
         self._undos: list[Undo] = []
         _leave_in_forked_children(self)
         self.thread = threading.get_ident()  # steps are counted in the thread that imported torch
-        self.scan_batch: Callable[[Any], Any] = lambda data: None  # set by the inputs probe: what a fetched batch holds
-        self.batch_handed: Callable[[Any], None] = lambda scan: None  # and: training got the batch of that scan
+        self._looks: list[tuple[Callable[[Any], Any], Callable[[Any, Place], None]]] = []  # see look_at_batches
         # set by the workers probe: (iterator, loader, pass, end) of each batch that came out of a loader
         self.batch_taken: Callable[[Any, int, int, str], None] = lambda *taken: None
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
@@ -162,6 +170,17 @@ class Agent:
         for _, fn, off in tuple(subscribed):
             guard.attempt(off, fn, *args)
         self.spent_ns += now_ns() - started
+
+    def look_at_batches(self, emit: Emit, scan: Callable[[Any], Any], handed: Callable[[Any, Place], None]) -> None:
+        """Each batch that a loader fetched goes through `scan`; when training gets it, `handed` has what that gave."""
+        self._looks.append((functools.partial(emit.guarded, scan), functools.partial(emit.guarded, handed)))
+
+    def scan_batch(self, data: Any) -> list[Any]:
+        return [scan(data) for scan, _ in self._looks]
+
+    def batch_handed(self, scans: Sequence[Any], at: Place) -> None:
+        for (_, handed), seen in zip(self._looks, scans, strict=False):  # of the end of a pass there is none
+            handed(seen, at)
 
     def install(self) -> None:
         """Load the torch hooks and every probe of the folder; one that fails is left out and said so."""

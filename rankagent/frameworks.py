@@ -4,7 +4,8 @@ A name that is absent makes the feature "not recorded"; it never breaks training
 (DataLoaderDispatcher._fetch_batches), lightning 2.6 (_PrefetchDataFetcher, _DataFetcher), torchdata 0.11
 (StatefulDataLoader._get_iterator, _StatefulMultiProcessingDataLoaderIter._reset; all four used in `readahead`) and
 datasets 5.2 (Dataset._data, Dataset._indices, Dataset._fingerprint). Of transformers 5.24 the Trainer's
-`callback_handler` is used, which has no promise to stay.
+`callback_handler` is used, which has no promise to stay, of lightning 2.6 Trainer._logger_connector._callback_metrics,
+LightningModule._trainer and ._current_fx_name.
 """
 
 from __future__ import annotations
@@ -48,3 +49,23 @@ def trainer_callbacks(trainer: Any) -> list[str]:
     """Classes of the callbacks that a Hugging Face Trainer calls, in order, its own among them."""
     callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
     return [type(c).__name__ for c in callbacks] if isinstance(callbacks, list) else []
+
+
+def lightning_metrics(trainer: Any) -> set[str] | None:
+    """Names of the metrics that a Lightning Trainer's callbacks could see so far; None where it is not known.
+
+    Its public `callback_metrics` may compute them first, over all ranks.
+    """
+    metrics = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
+    return set(metrics) if isinstance(metrics, dict) else None
+
+
+def lightning_window(module: Any) -> int | None:
+    """By how much Lightning divides what the `training_step` in progress returns; None outside of one, and where the
+    program or the strategy divides."""
+    trainer = getattr(module, "_trainer", None)
+    window = getattr(trainer, "accumulate_grad_batches", None)
+    if getattr(module, "_current_fx_name", None) != "training_step" or not isinstance(window, int):
+        return None
+    elsewhere = getattr(getattr(trainer, "strategy", None), "handles_gradient_accumulation", True)
+    return window if getattr(module, "automatic_optimization", False) is True and elsewhere is False else None

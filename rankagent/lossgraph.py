@@ -1,4 +1,4 @@
-"""Whether a loss was divided before its backward, read from the last operations of its graph.
+"""What the last operations of a loss's graph tell: whether it was divided before its backward, which label it ignores.
 
 Only what is certain is said: the mean that a loss function of torch's took, with nothing between it and the backward
 but the loss scaler's product, sums and changes of type or shape. Numbers that the graph has saved are left alone: to
@@ -15,6 +15,7 @@ from . import torchprivate
 _AS_IT_IS = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
              "UnsqueezeBackward0", "AliasBackward0"}  # fmt: skip
 _FACTOR = ("MulBackward0", "DivBackward0")
+_LOOKED_AT = 16  # operations, breadth first: what divides, weighs or sums up losses
 _DEPTH = 8  # operations followed: a loss of more terms is left open
 
 
@@ -24,6 +25,22 @@ def undivided(root: Any, scaled: bool) -> bool:
     if scaled and node is not None and node.name() == _FACTOR[0]:
         node = _first(node)
     return _plain(node, _DEPTH)
+
+
+def ignored_indices(root: Any) -> set[int]:
+    """The indices that torch's classification losses near the end of this graph ignore; empty where none is."""
+    found, todo, seen = set(), [getattr(root, "grad_fn", None)], 0
+    while todo and seen < _LOOKED_AT:
+        node = todo.pop(0)
+        if node is None:
+            continue
+        seen += 1
+        index = torchprivate.ignores(node)
+        if index is not None:
+            found.add(index)
+        else:
+            todo += [part for part, _ in node.next_functions]
+    return found
 
 
 def _plain(node: Any, depth: int) -> bool:

@@ -155,6 +155,14 @@ def takes_mean(node: Any) -> bool:
     return getattr(node, "_saved_reduction", None) == 1
 
 
+def ignores(node: Any) -> int | None:
+    """The label that a classification loss of torch's leaves out; None for any other operation."""
+    index = getattr(node, "_saved_ignore_index", None)
+    if not isinstance(index, int):
+        return None
+    return index - (1 << 64) if index >= 1 << 63 else index  # torch shows a negative one without its sign
+
+
 def communication_hook_names(ddp: Any) -> list[str]:
     """Names of the communication hooks that a user registered on a DDP module."""
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook, _ in getattr(ddp, "_comm_hooks", ())]

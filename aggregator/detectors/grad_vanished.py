@@ -1,9 +1,10 @@
 """Gradients of what is trained are zero or nearly so: all of them exactly, those of the first layers, or at once.
 
-Reads     grad (stage local, else reduced), tensor, loss
-Says      zero: the ranks whose gradients are exactly zero step after step, seen and not inferred; depth: the first
-          layers, whose gradients are too small beside the last ones' to change a weight; collapse: the step at which
-          the norm fell a thousandfold and stayed there while the loss did not fall
+Reads     grad (stage local, else reduced), tensor, loss, labels
+Says      zero: the ranks whose gradients are exactly zero step after step, seen and not inferred, and whether no label
+          of their batches is supervised; depth: the first layers, whose gradients are too small beside the last ones'
+          to change a weight; collapse: the step at which the norm fell a thousandfold and stayed there while the loss
+          did not fall
 Unknown   fewer than 5 watched steps with gradients
 Blind to  gradients that fall little by little, as they do where training converges; single dead layers; models whose
           tensors are not registered in the order in which data passes them; a converged loss of exactly zero
@@ -85,9 +86,17 @@ depth AS (
 losses AS (
     SELECT rank, attempt, list(step ORDER BY step) AS steps, list(total / backwards ORDER BY step) AS "values"
     FROM loss WHERE backwards > 0 AND isfinite(total) GROUP BY ALL
+), masked AS (
+    SELECT rank, attempt, list(step) AS steps, any_value(ignored) AS ignored FROM (
+        SELECT rank, attempt, step, any_value(ignored) AS ignored FROM labels
+        JOIN training_pass USING (rank, attempt, pid, loader, iterator)
+        GROUP BY ALL HAVING max(supervised) = 0
+    ) GROUP BY ALL
 )
-SELECT l.attempt, l.family, l.rank, l.steps, l.zero, l.norms, d.depth, o.steps AS loss_steps, o."values" AS losses
+SELECT l.attempt, l.family, l.rank, l.steps, l.zero, l.norms, d.depth, o.steps AS loss_steps, o."values" AS losses,
+       coalesce(m.steps, []), coalesce(m.ignored, 0)
 FROM lines l LEFT JOIN depth d USING (rank, attempt) LEFT JOIN losses o USING (rank, attempt)
+LEFT JOIN masked m USING (rank, attempt)
 ORDER BY l.attempt, l.family, l.rank
 """
 
@@ -104,6 +113,8 @@ class Row(NamedTuple):
     depth: list[dict[str, Any]] | None  # per model and step: gradient per element of each weight matrix, in order
     loss_steps: list[int] | None
     losses: list[float] | None
+    masked: Sequence[int] = ()  # steps none of whose labels is supervised
+    ignored: int = 0  # what marks them
 
 
 class Spell(NamedTuple):
@@ -134,17 +145,22 @@ def _zero(rows: Sequence[Row]) -> Iterator[Finding]:
     last = max(r.steps[s.last] for r, s in spells.values())
     loss = dict(zip(row.loss_steps or (), row.losses or (), strict=True)).get(first)
     before = row.steps[spell.first - 1] if spell.first else None
+    masked = all(set(r.steps[s.first : s.last + 1]) <= set(r.masked) for r, s in spells.values())
+    none = f"none (all are {row.ignored}, which is ignored)"
     yield Finding(
         ranks=tuple(sorted(spells)), first_step=first, last_good_step=before,
         last_step=last, attempt=row.attempt, severity="warning" if long else "note", evidence_state="OBSERVED",
         subject="all gradients",
         summary=f"every gradient on {listed(spells)} is exactly zero from step {first} to step {last}, at "
                 f"{counted(spell.length, 'watched step')} in a row"
-                + ("" if loss is None else f"; the loss is {loss:.4g}"),
+                + ("" if loss is None else f"; the loss is {loss:.4g}")
+                + ("; no label of these steps' batches is supervised" if masked else ""),
         evidence=tuple(Evidence(rank, r.steps[s.first], "largest gradient norm of any tensor", "0", "above 0")
-                       for rank, (r, s) in sorted(spells.items())[:SHOWN]),
+                       for rank, (r, s) in sorted(spells.items())[:SHOWN])
+                 + ((Evidence(row.rank, first, "supervised labels", none, "some"),) if masked else ()),
         cannot_conclude=interval(before, first),
-        next_check="look at what the loss is computed from: labels that are all masked, an output that is detached, "
+        next_check="look at how labels are made and masked: truncated answers, a mask that is shifted" if masked else
+                   "look at what the loss is computed from: labels that are all masked, an output that is detached, "
                    "clamped or saturated",
     )  # fmt: skip
 

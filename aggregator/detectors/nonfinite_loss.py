@@ -1,7 +1,8 @@
 """The loss of a backward is NaN or Inf.
 
-Reads     loss, step, grad, param (whether any update used it), birth
-Says      the ranks on which it began, at which step and micro-step, the value, and the operation that gave NaN first
+Reads     loss, step, grad, param (whether any update used it), birth, labels
+Says      the ranks on which it began, at which step and micro-step, the value, and the operation that gave NaN first;
+          whether a batch of that step has no supervised label, of which a mean is NaN
 Unknown   no rank recorded a loss
 Blind to  losses that never reach backward; overflow that a loss scaler skips while it looks for its scale
 """
@@ -67,10 +68,17 @@ FROM (SELECT *, min(step) FILTER (counts) OVER (PARTITION BY rank, attempt) AS f
 GROUP BY rank, attempt HAVING bool_or(counts)
 )
 SELECT t.*, coalesce(b.op, ''), coalesce(b.shown, ''), coalesce(b.fed_by, ''), coalesce(b.near, ''),
-       coalesce(b.reason, '')
+       coalesce(b.reason, ''), coalesce(m.labels, 0), coalesce(m.ignored, 0)
 FROM told t LEFT JOIN (
     SELECT * FROM birth QUALIFY row_number() OVER (PARTITION BY rank, attempt, step ORDER BY seq) = 1
 ) b ON b.rank = t.rank AND b.attempt = t.attempt AND b.step = t.first
+LEFT JOIN (
+    SELECT rank, attempt, step, max(elements) AS labels, any_value(ignored) AS ignored FROM labels
+    WHERE supervised = 0 AND (  -- of an evaluation in between nothing is said
+        step = 1 OR (rank, attempt, pid, loader, iterator) IN (
+            SELECT (rank, attempt, pid, loader, iterator) FROM training_pass))
+    GROUP BY ALL
+) m ON m.rank = t.rank AND m.attempt = t.attempt AND m.step = t.first
 ORDER BY t.attempt, t.first, t.rank
 """
 
@@ -96,6 +104,8 @@ class Row(NamedTuple):
     fed_by: str = ""
     near: str = ""
     reason: str = ""
+    masked: int = 0  # labels of a batch of the step of which none is supervised; 0 where there is no such batch
+    ignored: int = 0  # what marks them
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -111,6 +121,7 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row], world_size: int) -> Fin
     ranks = tuple(r.rank for r in born)
     followed = [r for r in all_of if r.first > first.first]
     unseen = UNSEEN.format(first.first - 1) + (SPREAD if 1 < len(ranks) == world_size else "")
+    masked = "; a batch of this step has no supervised label" if all(r.masked for r in born) else ""
     after = f"; {listed(r.rank for r in followed)} followed at step {followed[0].first}" if followed else ""
     return Finding(
         ranks=ranks,
@@ -120,16 +131,21 @@ def _finding(born: Sequence[Row], all_of: Sequence[Row], world_size: int) -> Fin
         attempt=first.attempt,
         subject="loss",
         severity="critical" if first.used else "warning" if first.finite else "note",
-        summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{after}"
+        summary=f"the loss is {first.value} on {listed(ranks)} at step {first.first}{masked}{after}"
         + ("" if first.used else "; gradients and update stayed finite" if first.finite else LEFT_OUT),
         evidence=tuple(e for r in born[:SHOWN] for e in _evidence(r)),
         cannot_conclude=tuple(_open(born, unseen)),
-        next_check="look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
+        next_check="look at how labels are made and masked: truncated answers, a mask that is shifted"
+        if masked
+        else "look at this step's batch on these ranks, and at logarithms, divisions and roots in the loss",
     )
 
 
 def _evidence(r: Row) -> Iterator[Evidence]:
     yield Evidence(r.rank, r.first, f"loss, micro-step {r.micro + 1} of {r.backwards}", r.value, "a finite number")
+    if r.masked:
+        value = f"none of {r.masked} (all are {r.ignored}, which is ignored)"
+        yield Evidence(r.rank, r.first, "supervised labels in a batch of this step", value, "some")
     beside = f", next to {r.near}" if r.near else ""
     if r.shown == "result":
         yield Evidence(r.rank, r.first, "operation of the forward that gave NaN first", r.op + beside, "finite")

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..agent import Emit, now_ns
+from ..agent import Emit, Place, now_ns
 from ..dataset import Level, dataset_digest, length, levels, root_ids
 from ..numbers import Numbers
 from ..patch import Undo, replace, undo_all
@@ -89,7 +89,7 @@ class Fetched:
     ids: list[int]
     digests: list[int]
     wait_ns: int
-    scan: Any  # what the inputs probe saw in it
+    scans: list[Any]  # what other probes saw in it
     end: str
     worker: int = -1
 
@@ -206,7 +206,7 @@ def install(emit: Emit) -> Undo:
         if end == "":
             size = len(ids) or batch_size(data)
             digests = digests_of(data, size, bool(ids)) if waiting is None or not waiting.ranks else []
-        fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else None, end,
+        fetched = Fetched(this, size, ids, digests, ended - started, agent.scan_batch(data) if end == "" else [], end,
                           getattr(getattr(iterator, "_task_info", None), "worker", -1))  # fmt: skip
         if waiting is None:
             hand(fetched)
@@ -225,8 +225,8 @@ def install(emit: Emit) -> Undo:
         emit(BATCH, (fetched.of.loader, fetched.of.number, fetched.of.index, fetched.size, fetched.worker, fetched.wait_ns,
                      agent.backwards_total, agent.torch.is_grad_enabled()),
              (fetched.ids, fetched.digests, fetched.end))  # fmt: skip
+        agent.batch_handed(fetched.scans, Place(fetched.of.loader, fetched.of.number, fetched.of.index))
         fetched.of.index += 1
-        agent.batch_handed(fetched.scan)
         again, fetched.of.backwards = fetched.of.backwards == agent.backwards_total, agent.backwards_total
         agent.fire("batch_given", fetched.of.loader, fetched.of.number, again, fetched.end)
 
@@ -248,7 +248,7 @@ def install(emit: Emit) -> Undo:
     def end_passes(waiting: Waiting) -> None:
         if waiting.ranks and waiting.iterator is not None:
             this = pass_of(waiting.iterator, waiting, "StopIteration")
-            waiting.ends[:] = [Fetched(this, -1, [], [], 0, None, "StopIteration")]
+            waiting.ends[:] = [Fetched(this, -1, [], [], 0, [], "StopIteration")]
         for fetched in waiting.ends:
             emit.guarded(hand, fetched)
 

@@ -96,8 +96,7 @@ def install(emit: Emit) -> Undo:
     def close() -> None:
         write(agent.window.step, True)  # what a step that never ended was given
 
-    agent.scan_batch = lambda data: emit.guarded(scan_of, data)
-    agent.batch_handed = lambda scan: emit.guarded(note, "batch", scan)
+    agent.look_at_batches(emit, scan_of, lambda scan, at: note("batch", scan))
     emit.on("forward_begin", forward)
     emit.on("given_nonfinite", in_graph)
     emit.on("step_closed", closed)

@@ -90,6 +90,8 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("batch", **me, iterator=epoch, index=index, samples=BATCH, ids=ids, backwards=step - 1,
              digests=[7919 * i + 1 for i in ids], grad_enabled=True)  # fmt: skip
     rows.add("input", **me, source="batch", tensors=2, rows=BATCH)
+    rows.add("labels", **me, iterator=epoch, index=index, elements=8 * BATCH, supervised=6 * BATCH, rows=BATCH,
+             ignored=-100, told=step > 1, path="['labels']", tokens="same")  # fmt: skip
     rows.add("step", **me, optimizers=1, backwards=1, watched=True, cadence=1, step_ns=10**7, agent_ns=10**4)
     rows.add("loss", **me, backwards=1, total=1 / step + rank / 100, last=1.0, first_nonfinite=-1, scale=1.0)
     mean_loss = 1 / step + (ranks - 1) / 200

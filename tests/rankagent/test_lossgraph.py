@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kit.agent import record
-from tdbg.rankagent.lossgraph import undivided
+from tdbg.rankagent.lossgraph import ignored_indices, undivided
 
 X = torch.ones(4, 3)
 Y = torch.tensor([0, 1, 1, 0])
@@ -78,3 +78,14 @@ def test_nothing_that_the_graph_saved_is_unpacked() -> None:
     assert not undivided(loss, False)
     assert not undivided(loss * torch.tensor(2.0), True)
     assert unpacked == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(_loss, {-100}), (lambda: F.cross_entropy(_out(), Y, ignore_index=0) / 3 + 0.1 * (_out() ** 2).mean(), {0}),
+     (lambda: F.cross_entropy(_out(), Y, reduction="sum", label_smoothing=0.1, ignore_index=1), {1}),
+     (lambda: _loss() + F.cross_entropy(_out(), Y, ignore_index=1), {-100, 1}), (lambda: (_out() ** 2).mean(), set()),
+     (lambda: X.mean(), set())],
+)  # fmt: skip
+def test_the_index_that_a_loss_ignores(loss: Callable[[], torch.Tensor], said: set[int]) -> None:
+    assert ignored_indices(loss()) == said

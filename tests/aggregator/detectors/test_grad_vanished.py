@@ -45,6 +45,40 @@ def test_exact_zeros_from_the_start_are_observed() -> None:
     assert (found.severity, found.evidence_state) == ("warning", "OBSERVED")
 
 
+def _with_labels(supervised: Callable[[int, int], int]) -> Rows:
+    """Zero gradients on rank 1 from step 12 on, and a training pass whose batches have so many supervised labels."""
+    rows = _run(lambda rank, step: [float(rank == 0 or step < 12)] * DEEP)
+    for rank in range(WORLD):
+        for step in range(1, STEPS + 1):
+            at = {"rank": rank, "step": step, "index": step - 1}
+            rows.add("batch", **at, samples=4, backwards=step - 1)
+            rows.add("labels", **at, elements=32, supervised=supervised(rank, step), rows=4, ignored=-100)
+    return rows
+
+
+def test_labels_that_are_all_masked_at_these_very_steps_are_said() -> None:
+    (found,) = _found(_with_labels(lambda rank, step: 0 if rank == 1 and step >= 12 else 20))
+    assert (found.ranks, found.first_step) == ((1,), 12)
+    assert found.summary.endswith("; no label of these steps' batches is supervised")
+    assert ("supervised labels", "none (all are -100, which is ignored)") in [
+        (e.metric, e.value) for e in found.evidence
+    ]
+
+
+def test_one_step_with_supervised_labels_leaves_the_masks_out_of_it() -> None:
+    (found,) = _found(_with_labels(lambda rank, step: 0 if rank == 1 and step != 20 else 20))
+    assert (found.first_step, "supervised" in found.summary) == (12, False)
+
+
+def test_an_evaluation_with_labels_between_the_steps_changes_nothing() -> None:
+    rows = _with_labels(lambda rank, step: 0 if rank == 1 and step >= 12 else 20)
+    for index in range(4):
+        at = {"rank": 1, "step": 20, "loader": 1, "index": index}
+        rows.add("batch", **at, backwards=19, grad_enabled=False)
+        rows.add("labels", **at, elements=32, supervised=32)
+    assert "no label of these steps' batches is supervised" in _found(rows)[0].summary
+
+
 def test_exact_zeros_from_some_step_on_name_it() -> None:
     (found,) = _found(_run(lambda rank, step: [0.0 if step >= 12 else 1.0] * DEEP))
     assert (found.first_step, found.last_good_step) == (12, 11)

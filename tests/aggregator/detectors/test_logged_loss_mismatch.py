@@ -85,3 +85,76 @@ def test_losses_that_are_not_finite_are_left_to_other_rules() -> None:
 
 def test_without_a_log_nothing_is_said() -> None:
     assert found(Rows(), "INSUFFICIENT_EVIDENCE") == []
+
+
+def backwards(rows: Rows, times: float = 1.0, nonfinite: int = 0) -> Rows:
+    """The losses of the backwards behind the log entries of `logs`: what was returned, or a multiple of it."""
+    for rank in (0, 1):
+        for step in range(1, 41):
+            odd = nonfinite and step == 9
+            rows.add("loss", rank=rank, step=step, backwards=1, nonfinite=int(bool(odd)), scale=1.0,
+                     total=math.nan if odd else times * (1.2345678 / step + 0.1 * rank))  # fmt: skip
+    return rows
+
+
+def test_steps_that_return_what_they_optimise_are_clear() -> None:
+    assert found(backwards(logs()), "CLEAR") == []
+
+
+def test_a_multiple_between_the_log_and_the_backwards_is_found() -> None:
+    (finding,) = found(backwards(logs(), 0.5))
+    assert (finding.ranks, finding.first_step, finding.severity) == ((0, 1), 2, "warning")
+    assert "is 2 times the losses that the backwards started from, at each of 40 entries" in finding.summary
+
+
+def test_any_other_multiple_may_be_a_scale_of_an_engine_and_is_left_alone() -> None:
+    assert found(backwards(logs(), 65536.0), "CLEAR") == []
+    unknown = backwards(logs(), 0.5)
+    unknown.connection.execute("UPDATE loss SET backwards = 2")  # further losses: which were logged is not known
+    assert found(unknown, "CLEAR") == []
+
+
+def test_a_finite_figure_that_stands_for_losses_that_are_not_is_a_note() -> None:
+    rows = backwards(logs(), nonfinite=1)
+    rows.connection.execute("UPDATE logged SET returned = 'nan' WHERE first = 9")
+    (finding,) = found(rows)
+    assert (finding.severity, finding.ranks, finding.first_step, finding.last_step) == ("note", (0, 1), 9, 10)
+    assert "the figure leaves them out" in finding.summary
+
+
+def lightning(value: Callable[[float, float], float], window: int = 2, steps: int = 6) -> Rows:
+    """What two ranks log under one name: `value` of a rank's own loss and of both ranks' mean."""
+    rows = Rows()
+    for step in range(1, steps + 1):
+        for micro in range(window):
+            own = [2.3456789 / (step + micro) + 0.3 * rank for rank in (0, 1)]
+            for rank in (0, 1):
+                rows.add("step", rank=rank, step=step)
+                rows.add("reported", rank=rank, step=step, micro=micro, window=window, name="train_loss",
+                         value=value(own[rank], sum(own) / 2), optimised=own[rank] / window)  # fmt: skip
+    return rows
+
+
+def test_lightning_that_logs_what_it_returns_or_the_ranks_mean_is_clear() -> None:
+    assert found(lightning(lambda own, mean: own), "CLEAR") == []
+    assert found(lightning(lambda own, mean: mean), "CLEAR") == []
+    assert found(lightning(lambda own, mean: own * (1 + 2.0**-9)), "CLEAR") == []
+
+
+def test_a_loss_divided_twice_is_a_warning() -> None:
+    (finding,) = found(lightning(lambda own, mean: 4 * own, window=4))
+    assert (finding.severity, finding.subject, finding.ranks) == ("warning", "train_loss", (0, 1))
+    assert "4 times what training_step returned" in finding.summary
+    assert "divided by 4 before the framework divides it by 4" in finding.summary
+
+
+def test_other_exact_multiples_are_notes() -> None:
+    for value in (lambda own, mean: own / 4, lambda own, mean: 2 * mean, lambda own, mean: own / 2):
+        (finding,) = found(lightning(value, window=4))
+        assert finding.severity == "note"
+
+
+def test_what_is_no_fixed_multiple_or_seen_too_seldom_is_left_open() -> None:
+    for value in (lambda own, mean: own - 0.1, lambda own, mean: 3 * own, lambda own, mean: math.nan):
+        assert found(lightning(value), "INSUFFICIENT_EVIDENCE") == []
+    assert found(lightning(lambda own, mean: 2 * own, steps=2), "INSUFFICIENT_EVIDENCE") == []

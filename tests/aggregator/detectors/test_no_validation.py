@@ -46,3 +46,22 @@ def test_a_silent_rank_may_have_evaluated() -> None:
 
 def test_loops_without_loaders_are_not_judged() -> None:
     assert _found(_rows(loader=False), "INSUFFICIENT_EVIDENCE") == []
+
+
+def _told(setting: str, seen: int = 0) -> Rows:
+    rows = _rows()
+    for rank in range(2):
+        rows.add("selection", rank=rank, step=9, seen=seen, setting=setting, metric="eval_loss",
+                 schedule="eval every 500 steps")  # fmt: skip
+    return rows
+
+
+def test_settings_that_wait_for_a_metric_are_named() -> None:
+    (found,) = _found(_told("load_best_model_at_end"))
+    assert found.summary.endswith("; without effect: load_best_model_at_end by eval_loss")
+    assert found.evidence[1].value == "none (eval every 500 steps)"
+
+
+def test_a_metric_that_came_from_elsewhere_took_effect() -> None:
+    (found,) = _found(_told("EarlyStopping", seen=1))
+    assert ("without effect" in found.summary, len(found.evidence)) == (False, 1)

@@ -116,3 +116,23 @@ def test_a_graph_that_could_not_be_read_is_said() -> None:
     (found,) = _found(rows)
     assert len(found.evidence) == 1
     assert "saved tensors lie behind hooks" in found.cannot_conclude[-1]
+
+
+def _masked(supervised: int, loader: int = 0) -> Finding:
+    """NaN on rank 1 at step 7, whose batch has so many supervised labels."""
+    rows = _rows({1: [7]})
+    for step in range(1, 21):
+        rows.add("batch", rank=1, step=step, index=step - 1, backwards=2 * (step - 1))
+    rows.add("labels", rank=1, step=7, loader=loader, index=6, elements=64, supervised=supervised, ignored=-100)
+    (found,) = _found(rows)
+    return found
+
+
+def test_a_batch_without_a_supervised_label_is_evidence() -> None:
+    found = _masked(0)
+    assert found.summary.startswith("the loss is inf on rank 1 at step 7; a batch of this step has no supervised label")
+    assert "none of 64 (all are -100, which is ignored)" in [e.value for e in found.evidence]
+
+
+def test_a_batch_of_an_evaluation_or_with_supervised_labels_is_none() -> None:
+    assert "supervised" not in _masked(3).summary + _masked(0, loader=1).summary
