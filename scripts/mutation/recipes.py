@@ -53,11 +53,13 @@ class Case:
     def about(self) -> str:
         """The job in one line."""
         r = self.recipe
-        words = [r["wrap"], r["model"], r["optimizer"], f"{r['ranks']} ranks", r["loader"]["kind"]]
+        words = [r["shape"]] if r.get("shape", r["model"]) != r["model"] else []
+        words += [r["wrap"], r["model"], r["optimizer"], f"{r['ranks']} ranks", r["loader"]["kind"]]
         words += [f"{k}={r[k]}" for k in ("accumulate", "clip", "schedule", "eval_every", "resume_at") if r.get(k)]
         words += [k for k in ("scaler", "autocast", "own_seeds", "half") if r.get(k)]
         words += [f"{k}={v}" for k, v in r.get("ddp", {}).items()] + list(r.get("extras", ()))
         words += [f"{k}={v}" for k, v in (r.get("fault") or {}).items() if k != "broken"]
+        words += [f"{k}={r[k]}" for k in ("at_end", "labels", "total", "options") if r.get(k)]
         return " ".join(words)
 
 
