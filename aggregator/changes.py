@@ -18,7 +18,7 @@ CHANGES: Final = """
     SELECT w.rank, w.attempt, w.pid, w.generation, w.index,
            coalesce(m.states, 0) AS states, coalesce(m.marks, 0) AS marks, m.moved, m.digest, m.first_mark, m.last_mark,
            coalesce(g.measured, 0) AS measured, coalesce(g.with_gradient, 0) AS with_gradient,
-           coalesce(g.present, 0) AS present, g.first_gradient, g.last_gradient, g.largest
+           coalesce(g.present, 0) AS present, g.first_measured, g.first_gradient, g.last_gradient, g.largest
     FROM ({wanted}) w
     LEFT JOIN (
         SELECT {at}, index, count(DISTINCT digest) AS states, count(DISTINCT step) AS marks,
@@ -46,6 +46,7 @@ CHANGES: Final = """
         SELECT {at}, index, count(DISTINCT step) FILTER (WHERE l2 <> -2) AS measured,
                count(DISTINCT step) FILTER (WHERE l2 > 0) AS with_gradient,
                count(DISTINCT step) FILTER (WHERE l2 <> -1) AS present,
+               min(step) FILTER (WHERE l2 <> -2) AS first_measured,
                min(step) FILTER (WHERE l2 > 0) AS first_gradient, max(step) FILTER (WHERE l2 > 0) AS last_gradient,
                max(l2) FILTER (WHERE isfinite(l2)) AS largest
         FROM (
