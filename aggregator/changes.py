@@ -2,6 +2,9 @@
 
 Fingerprints of two steps are compared only where both are of the whole tensor: in a model above WHOLE_ELEMENTS those
 of larger tensors are of a window that moves, except in the sweeps before the first update and at the end.
+
+A gradient counts that came before the tensor's own update in its step. What comes after, as to a discriminator from the
+generator's backward, is zeroed before the next; with closures no backward comes before the update, and all count.
 """
 
 from __future__ import annotations
@@ -50,10 +53,14 @@ CHANGES: Final = """
                min(step) FILTER (WHERE l2 > 0) AS first_gradient, max(step) FILTER (WHERE l2 > 0) AS last_gradient,
                max(l2) FILTER (WHERE isfinite(l2)) AS largest
         FROM (
-            SELECT {at}, step, unnest(CASE WHEN len(tensors) = 0 THEN range(len(l2)) ELSE tensors END) AS index,
-                   unnest(l2) AS l2
-            FROM grad SEMI JOIN ({wanted}) USING ({at})
-        ) SEMI JOIN ({wanted}) USING ({at}, index)
+            SELECT *, max(micro) FILTER (stage = 'reduced') OVER (PARTITION BY {at}, index, step) AS used
+            FROM (
+                SELECT {at}, step, stage, micro,
+                       unnest(CASE WHEN len(tensors) = 0 THEN range(len(l2)) ELSE tensors END) AS index,
+                       unnest(l2) AS l2
+                FROM grad SEMI JOIN ({wanted}) USING ({at})
+            ) SEMI JOIN ({wanted}) USING ({at}, index)
+        ) WHERE stage <> 'local' OR used IS NULL OR used < 1 OR micro < used
         GROUP BY {at}, index
     ) g USING ({at}, index)
 """
