@@ -44,7 +44,8 @@ apart AS (
                     AND k.generation = x.generation AND k.model = x.model)
 )
 SELECT t.tied, t.known, p.rank, p.attempt, p.name, p.alias, p.step,
-       (SELECT max(s.step) FROM step s WHERE s.rank = p.rank AND s.attempt = p.attempt AND s.watched AND s.step < p.step)
+       (SELECT max(s.step) FROM step s
+        WHERE s.rank = p.rank AND s.attempt = p.attempt AND s.watched AND s.step < p.step)
 FROM (SELECT count(*) FILTER (WHERE aliases <> '') AS tied, count(aliases) AS known FROM param) t
 LEFT JOIN (SELECT * FROM apart WHERE n = 1) p ON TRUE
 ORDER BY p.attempt, p.step, p.name, p.alias, p.rank
