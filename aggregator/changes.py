@@ -2,6 +2,9 @@
 
 Fingerprints of two steps are compared only where both are of the whole tensor: in a model above WHOLE_ELEMENTS those
 of larger tensors are of a window that moves, except in the sweeps before the first update and at the end.
+
+A gradient counts that came before the tensor's own update in its step. What comes after, as to a discriminator from the
+generator's backward, is zeroed before the next; with closures no backward comes before the update, and all count.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ CHANGES: Final = """
     SELECT w.rank, w.attempt, w.pid, w.generation, w.index,
            coalesce(m.states, 0) AS states, coalesce(m.marks, 0) AS marks, m.moved, m.digest, m.first_mark, m.last_mark,
            coalesce(g.measured, 0) AS measured, coalesce(g.with_gradient, 0) AS with_gradient,
-           coalesce(g.present, 0) AS present, g.first_gradient, g.last_gradient, g.largest
+           coalesce(g.present, 0) AS present, g.first_measured, g.first_gradient, g.last_gradient, g.largest
     FROM ({wanted}) w
     LEFT JOIN (
         SELECT {at}, index, count(DISTINCT digest) AS states, count(DISTINCT step) AS marks,
@@ -46,13 +49,18 @@ CHANGES: Final = """
         SELECT {at}, index, count(DISTINCT step) FILTER (WHERE l2 <> -2) AS measured,
                count(DISTINCT step) FILTER (WHERE l2 > 0) AS with_gradient,
                count(DISTINCT step) FILTER (WHERE l2 <> -1) AS present,
+               min(step) FILTER (WHERE l2 <> -2) AS first_measured,
                min(step) FILTER (WHERE l2 > 0) AS first_gradient, max(step) FILTER (WHERE l2 > 0) AS last_gradient,
                max(l2) FILTER (WHERE isfinite(l2)) AS largest
         FROM (
-            SELECT {at}, step, unnest(CASE WHEN len(tensors) = 0 THEN range(len(l2)) ELSE tensors END) AS index,
-                   unnest(l2) AS l2
-            FROM grad SEMI JOIN ({wanted}) USING ({at})
-        ) SEMI JOIN ({wanted}) USING ({at}, index)
+            SELECT *, max(micro) FILTER (stage = 'reduced') OVER (PARTITION BY {at}, index, step) AS used
+            FROM (
+                SELECT {at}, step, stage, micro,
+                       unnest(CASE WHEN len(tensors) = 0 THEN range(len(l2)) ELSE tensors END) AS index,
+                       unnest(l2) AS l2
+                FROM grad SEMI JOIN ({wanted}) USING ({at})
+            ) SEMI JOIN ({wanted}) USING ({at}, index)
+        ) WHERE stage <> 'local' OR used IS NULL OR used < 1 OR micro < used
         GROUP BY {at}, index
     ) g USING ({at}, index)
 """

@@ -50,6 +50,8 @@ held AS (SELECT rank, attempt, pid, generation, model, max(states) AS states FRO
          GROUP BY ALL),
 size AS (SELECT rank, attempt, pid, generation, sum(numel) AS elements FROM tensor WHERE kind = 'param' GROUP BY ALL)
 SELECT a.any_held, l.rank, l.attempt, l.generation, l.model, l.name, s.states, s.marks, s.with_gradient,
+       CASE WHEN s.first_gradient = s.first_measured THEN greatest(least(l.step, s.first_gradient), 1)
+            ELSE s.first_gradient END,  -- the catalogue is made anew at the update, after the step's gradients
        s.first_gradient, s.last_gradient, s.largest, h.states, z.elements
 FROM (SELECT bool_or(optimizer >= 0) AS any_held FROM tensor WHERE kind = 'param') a
 LEFT JOIN (loose l JOIN seen s USING (rank, attempt, pid, generation, index)
@@ -73,6 +75,7 @@ class Row(NamedTuple):
     states: int  # different contents that were seen
     marks: int  # steps at which they were
     with_gradient: int  # steps with a gradient that was not zero
+    since: int | None  # of the catalogue where the first gradient that was looked at was not zero, else of that
     first_gradient: int | None
     last_gradient: int | None
     largest: float | None
@@ -110,7 +113,7 @@ def _trained(row: Row) -> bool:
 def _finding(rows: Sequence[Row]) -> Finding:
     names = list(dict.fromkeys(r.name for r in rows))
     ranks = tuple(sorted({r.rank for r in rows if r.rank is not None}))
-    first = min(r.first_gradient or 1 for r in rows)
+    first = min(r.since or 1 for r in rows)
     last = max(r.last_gradient or 1 for r in rows)
     lead = {r.rank: r for r in reversed(rows)}
     return Finding(

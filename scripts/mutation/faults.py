@@ -1,6 +1,7 @@
 """What every fault has: its code, the jobs it can be planted in, and the planting, which says what must be found.
 
-`replicas.py`, `numbers.py` and `samples.py` hold the faults themselves; a new one is a function there.
+`replicas.py`, `numbers.py` and `samples.py` hold the faults of ranks and data, `silent.py` and `silent_loops.py` those
+of the silent family; a new one is a function there.
 """
 
 from __future__ import annotations
@@ -56,13 +57,25 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
+SILENT: list[Fault] = []
 
 
-def fault(code: str, **limits: Any) -> Callable[[Callable[[Drawn], Truth]], Callable[[Drawn], Truth]]:
+Planting = Callable[[Drawn], Truth]
+
+
+def fault(code: str, **limits: Any) -> Callable[[Planting], Planting]:
     """Registers a fault; `limits` are those of Wanted."""
+    return _registered(FAULTS, code, limits)
 
-    def register(plant: Callable[[Drawn], Truth]) -> Callable[[Drawn], Truth]:
-        FAULTS.append(Fault(code, plant.__name__, lambda _: Wanted(**{"resume": False, **limits}), plant))
+
+def silent(code: str, **limits: Any) -> Callable[[Planting], Planting]:
+    """The same in the silent family."""
+    return _registered(SILENT, code, {"ranks": (2, 2, 2, 3), **limits})
+
+
+def _registered(family: list[Fault], code: str, limits: dict[str, Any]) -> Callable[[Planting], Planting]:
+    def register(plant: Planting) -> Planting:
+        family.append(Fault(code, plant.__name__, lambda _: Wanted(**{"resume": False, **limits}), plant))
         return plant
 
     return register

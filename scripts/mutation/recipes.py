@@ -20,7 +20,8 @@ class Truth:
 
     `step` None: the fault has none, or none that is exact. `history`: the rule needs more watched steps than a governed
     job of this length has, so there it may abstain. `mild`: a note will do, since a program may mean it so. `once`: it
-    is there in that step alone; where that is not watched, what it left in the next watched one must be found.
+    is there in that step alone; where that is not watched, what it left in the next watched one must be found. `after`:
+    the rule looks that many steps after a watched one.
     """
 
     codes: tuple[str, ...]
@@ -31,6 +32,7 @@ class Truth:
     allow: tuple[str, ...] = ()
     mild: bool = False
     once: bool = False
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Case:
     def about(self) -> str:
         """The job in one line."""
         r = self.recipe
-        words = [r["wrap"], r["model"], r["optimizer"], f"{r['ranks']} ranks", r["loader"]["kind"]]
+        words = [r["shape"]] if r.get("shape", r["model"]) != r["model"] else []
+        words += [r["wrap"], r["model"], r["optimizer"], f"{r['ranks']} ranks", r["loader"]["kind"]]
         words += [f"{k}={r[k]}" for k in ("accumulate", "clip", "schedule", "eval_every", "resume_at") if r.get(k)]
         words += [k for k in ("scaler", "autocast", "own_seeds", "half") if r.get(k)]
         words += [f"{k}={v}" for k, v in r.get("ddp", {}).items()] + list(r.get("extras", ()))
         words += [f"{k}={v}" for k, v in (r.get("fault") or {}).items() if k != "broken"]
+        words += [f"{k}={r[k]}" for k in ("at_end", "labels", "total", "options") if r.get(k)]
         return " ".join(words)
 
 

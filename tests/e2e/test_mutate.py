@@ -87,14 +87,28 @@ def test_a_whole_run_commits_every_fault_and_has_holes_enough(mutate: ModuleType
     assert len(list(mutate.holes.cases(5))) == 29
 
 
+def test_the_silent_family_has_every_fault_and_every_shape(mutate: ModuleType) -> None:
+    draws = mutate.draws
+    count = len(draws.SILENT)
+    assert count <= 64  # faulty jobs of a whole run
+    assert {draws.faulty(5, n, "", "silent").kind for n in range(count)} == set(draws.codes("silent"))
+    assert draws.faulty(5, 3, "", "silent") == draws.faulty(5, 3, "", "silent") != draws.faulty(6, 3, "", "silent")
+    shapes = mutate.draws.silent_healthy
+    names = {*shapes.SHAPES, *shapes.LOOPS}
+    assert {draws.healthy(5, n, "silent").recipe["shape"] for n in range(len(names))} == names
+    assert not {f.name for f in draws.SILENT} & {f.name for f in draws.FAULTS}  # `--only` names one of them
+
+
 def test_bounds_are_clopper_and_pearsons(mutate: ModuleType) -> None:
     assert mutate.reporting.bound(59, 59) == pytest.approx(0.05 ** (1 / 59))
     assert mutate.reporting.bound(45, 46) == pytest.approx(0.9011, abs=1e-3)
 
 
-def test_two_jobs_are_judged_right() -> None:
+def test_jobs_are_judged_right() -> None:
     for arguments in (["--only", "buffer_changed", "--faulty", "1", "--mode", "full"],
-                      ["--healthy", "1", "--mode", "governed"]):  # fmt: skip
+                      ["--healthy", "1", "--mode", "governed"],
+                      ["--family", "silent", "--only", "never_set_to_train", "--faulty", "1",
+                       "--mode", "full"]):  # fmt: skip
         command = [sys.executable, str(SCRIPT), "--seed", "2", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """The models: each small enough that a job is over in seconds, together what people train."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -111,6 +112,19 @@ class Bag(nn.Module):
         return cast("Tensor", self.head(self.bag(tokens)).unsqueeze(1).expand(-1, tokens.shape[1], -1))
 
 
+class Deep(nn.Module):
+    """Sigmoids in a row, with nothing that carries a gradient past them."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        widths = [FEATURES, *[16] * depth]
+        parts = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Sigmoid())]
+        self.layers = nn.Sequential(*parts, nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.layers(x))
+
+
 def build(recipe: Recipe) -> nn.Module:
     name, dropout = recipe["model"], recipe.get("dropout", 0.0)
     if name in ("mlp", "wide", "frozen"):
@@ -122,7 +136,7 @@ def build(recipe: Recipe) -> nn.Module:
         return Language(16, 2, dropout, tied=name == "transformer")
     makers: dict[str, Callable[[], nn.Module]] = {
         "conv": Images, "branches": Branches, "lstm": Recurrent, "bag": lambda: Bag(False),
-        "sparse_bag": lambda: Bag(True),
+        "sparse_bag": lambda: Bag(True), "deep": lambda: Deep(recipe["depth"]),
     }  # fmt: skip
     return makers[name]()
 

@@ -32,23 +32,35 @@ class Training:
         self.fault = Fault(recipe, rank)
         self.clock = [0]
         self.seed()
-        self.bare = build(recipe)
-        if recipe["wrap"] == "split":  # as a model cut into stages by hand: every rank has another part
-            self.bare = Regression(16 + 4 * rank, 0.0)
+        self.bare = self.make_model()
         if self.fault.kind == "own_start":
             with torch.no_grad():
                 for p in self.bare.parameters():
                     p.add_(0.01 * rank)
-        self.model = wrap(self.bare, recipe, self.fault, ranks, self.clock)
-        self.optimizers = Optimizers(recipe, self.bare)
+        self.model = self.wrapped()
+        self.optimizers = self.make_optimizers()
         self.feed = Feed(recipe, rank, ranks, self.fault)
         held_out = recipe["loader"]["samples"]
         self.held_out = Rows(recipe, 32, recipe["seed"], Fault({}, rank), first=held_out)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if recipe.get("scaler") else None
+        self.scaler = self.make_scaler() if recipe.get("scaler") else None
         self.average = [p.detach().clone() for p in self.bare.parameters()] if self.has("ema") and rank == 0 else None
         self.plant_hooks()
         if recipe.get("own_seeds"):
             torch.manual_seed(recipe["seed"] + 1000 + rank)
+
+    def make_model(self) -> nn.Module:
+        if self.recipe["wrap"] == "split":  # as a model cut into stages by hand: every rank has another part
+            return Regression(16 + 4 * self.rank, 0.0)
+        return build(self.recipe)
+
+    def wrapped(self) -> nn.Module:
+        return wrap(self.bare, self.recipe, self.fault, self.ranks, self.clock)
+
+    def make_optimizers(self) -> Optimizers:
+        return Optimizers(self.recipe, self.bare)
+
+    def make_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=256.0)
 
     def has(self, extra: str) -> bool:
         return extra in self.recipe.get("extras", ())
@@ -173,9 +185,7 @@ class Training:
             grad = fault.tensor(self.bare).grad
             assert grad is not None
             fault.spoil(grad)
-        if self.scaler is not None:
-            for o in self.optimizers.all:
-                self.scaler.unscale_(o)
+        self.unscale(step)
         clip, limit = self.recipe.get("clip", ""), self.recipe.get("limit", 1.0)
         if fault.since("clip", step):
             limit *= fault.amount
@@ -193,6 +203,14 @@ class Training:
         self.optimizers.step(self.scaler)
         if self.scaler is not None:
             self.scaler.update()
+        self.zero(step)
+
+    def unscale(self, step: int) -> None:
+        if self.scaler is not None:
+            for o in self.optimizers.all:
+                self.scaler.unscale_(o)
+
+    def zero(self, step: int) -> None:
         self.optimizers.zero_grad()
 
     def wrong_setting(self) -> None:
@@ -282,6 +300,9 @@ class Training:
         with torch.no_grad():
             for x, y in DataLoader(data, batch_size=16):
                 loss_of(self.bare(x), y).item()
+        self.train_again()
+
+    def train_again(self) -> None:
         self.bare.train()
 
     def save(self) -> None:
@@ -295,11 +316,11 @@ class Training:
                         "schedules": [s.state_dict() for s in self.optimizers.schedules]}, "resume.pt")  # fmt: skip
         if self.ranks > 1:
             dist.barrier()
-        self.bare = build(self.recipe)
+        self.bare = self.make_model()
         saved = torch.load("resume.pt", weights_only=False)
         self.bare.load_state_dict(saved["model"])
-        self.model = wrap(self.bare, self.recipe, self.fault, self.ranks, self.clock)
-        self.optimizers = Optimizers(self.recipe, self.bare)
+        self.model = self.wrapped()
+        self.optimizers = self.make_optimizers()
         if not (self.fault.kind == "optimizer_not_loaded" and not self.fault.mine):
             for o, state in zip(self.optimizers.all, saved["optimizers"], strict=True):
                 o.load_state_dict(state)
@@ -307,7 +328,7 @@ class Training:
             s.load_state_dict(state)
 
 
-def main() -> None:
+def main(program: type[Training] = Training) -> None:
     recipe = json.loads(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     fault = Fault(recipe, rank)
@@ -317,8 +338,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("medium")
     if recipe["wrap"] != "single":
         dist.init_process_group("gloo")
-    training = Training(recipe, rank, ranks)
-    training.run()
+    program(recipe, rank, ranks).run()
     if recipe["wrap"] != "single":
         dist.barrier()  # gloo's threads still let go of DDP's last futures, and the end of the group waits for them
         dist.destroy_process_group()

@@ -59,6 +59,19 @@ def test_beside_frozen_parts_the_input_says_nothing() -> None:
     assert [f.severity for f in _found(rows)] == ["note"]
 
 
+def test_a_gradient_that_comes_after_the_update_and_is_zeroed_again_is_none() -> None:
+    """The output bias of a discriminator by differences: its own loss cancels it, the generator's does not."""
+    rows = _rows(0.0)
+    for rank in range(RANKS):
+        for step in range(1, STEPS + 1):
+            rows.add("grad", rank=rank, step=step, stage="reduced", micro=1, generation=1, l2=[-2.0] * 3, scale=1.0)
+            rows.add("grad", rank=rank, step=step, stage="local", micro=1, generation=1, l2=[1.0] * 3, valid=True,
+                     scale=1.0)  # fmt: skip
+    assert [f.severity for f in _found(rows)] == ["note"]
+    rows.connection.execute("UPDATE grad SET l2 = [1.0, 1.0, 1.0] WHERE stage = 'local' AND micro = 0")
+    assert [f.severity for f in _found(rows)] == ["warning"]
+
+
 def test_a_branch_that_was_taken_once_is_left_in_peace() -> None:
     rows = _ran(_rows(-1), 3, 3)
     rows.connection.execute("UPDATE grad SET l2 = [1.0, 1.0, 1.0] WHERE step = 25")

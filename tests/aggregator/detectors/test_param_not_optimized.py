@@ -40,6 +40,13 @@ def test_counts_from_the_first_gradient_on() -> None:
     assert _found(rows)[0].first_step == 3
 
 
+def test_counts_from_the_catalogue_in_which_it_appears() -> None:
+    rows = _rows()
+    rows.connection.execute("UPDATE tensor SET step = 3")
+    rows.connection.execute("DELETE FROM grad WHERE step <= 3")  # those are of the catalogue before
+    assert _found(rows)[0].first_step == 3
+
+
 def test_a_parameter_that_something_else_changes_is_left_in_peace() -> None:
     assert _found(_rows(still=1), "CLEAR") == []
 
