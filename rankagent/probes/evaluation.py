@@ -1,8 +1,8 @@
 """In which mode a trained model was when it ran without autograd over the batches of a pass in which no backward ran.
 
 Writes    evaluation
-Costs     nothing in training; of an evaluation the calls within one batch (0.4 us a module), then 0.1 us for each module
-          that reacts to its mode; those are looked for once a model, 4 us a module
+Costs     1 us a batch; of an evaluation 1.5 us a module called for one batch, 0.1 us for each that reacts to its mode; these
+          are looked for once a model, 3 us a module
 Blind to  data that comes from no torch DataLoader; one single batch that is fetched while autograd is on; programs
           that compile anything (a hook that comes and goes would compile it anew); evaluation before the first backward
 """
