@@ -112,10 +112,9 @@ def ordinary_forward(torch: Any) -> bool:
 
 
 def has_compiled(models: list[Any]) -> bool:
-    """Whether dynamo has compiled anything in this process, or is to compile one of these models. A hook on all modules
-    is among what it guards: to set or remove one would make it compile anew."""
-    frames = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
-    return bool(frames) or any(
+    """Whether the program has asked dynamo to compile anything, or is to compile one of these models. A hook on all
+    modules is among what it guards: to set or remove one would make it compile anew."""
+    return compiles() or any(
         getattr(m, "_compiled_call_impl", None) is not None or "_orig_mod" in m._modules
         for top in models
         for m in top.modules()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ Rows = dict[str, list[dict[str, Any]]]
 @contextmanager
 def running(folder: Path, watch_steps: int = 100, budget: float | None = 0.005) -> Iterator[Agent]:
     """An installed agent; afterwards torch is as it was. The rank is 0 of 1."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # what an earlier test compiled is not this program's
     role = identity.Role(rank=0, world_size=1, local_rank=0, attempt=0, node=0, run=str(folder))
     agent = Agent(torch, role, Recorder(folder / "records" / "rank-00000.0.1", 0, 0), Governor(watch_steps, budget))
     agent.install()
