@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
-from ..groups import listed, unheard
+from ..groups import interval, listed, unheard
 
 CODE = "TIE_BROKEN"
 NEEDS = {"tensor": 1}
@@ -43,7 +43,9 @@ apart AS (
                     AND o.generation = a.generation AND o.model = a.model
                     AND k.generation = x.generation AND k.model = x.model)
 )
-SELECT t.tied, t.known, p.rank, p.attempt, p.name, p.alias, p.step
+SELECT t.tied, t.known, p.rank, p.attempt, p.name, p.alias, p.step,
+       (SELECT max(s.step) FROM step s
+        WHERE s.rank = p.rank AND s.attempt = p.attempt AND s.watched AND s.step < p.step)
 FROM (SELECT count(*) FILTER (WHERE aliases <> '') AS tied, count(aliases) AS known FROM param) t
 LEFT JOIN (SELECT * FROM apart WHERE n = 1) p ON TRUE
 ORDER BY p.attempt, p.step, p.name, p.alias, p.rank
@@ -60,6 +62,7 @@ class Row(NamedTuple):
     name: str
     alias: str
     step: int
+    looked: int | None  # last watched step before: between two of them nobody looks at names
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -81,13 +84,14 @@ def _finding(rows: Sequence[Row]) -> Finding:
     first = rows[0]
     ranks = tuple(sorted({r.rank for r in rows if r.rank is not None}))
     step = min(r.step for r in rows)
+    good = min((r.looked or 0 for r in rows if r.step == step), default=0) or None
     return Finding(
-        ranks=ranks, first_step=step, last_good_step=step - 1 if step > 1 else None, attempt=first.attempt,
+        ranks=ranks, first_step=step, last_good_step=good, attempt=first.attempt,
         severity="warning", subject=first.alias,
         summary=f"{first.alias} and {first.name} were one tensor and are two from step {step} on, on {listed(ranks)}",
         evidence=tuple(Evidence(r.rank, r.step, f"tensors behind {r.name} and {r.alias}", "2", "1")
                        for r in rows[:SHOWN]),
-        cannot_conclude=("whether they were untied on purpose",),
+        cannot_conclude=("whether they were untied on purpose", *interval(good, step)),
         next_check="tie them again after the model was changed or loaded (tie_weights()), and build the optimizer "
                    "after that",
     )  # fmt: skip

@@ -16,7 +16,8 @@ def _rows(later: dict[str, str], model_type: str = "Net") -> Rows:
             for index, (name, aliases) in enumerate(names.items()):
                 rows.add("tensor", rank=rank, step=step, generation=generation, index=index, kind="param", name=name,
                          aliases=aliases, model_type=kind)  # fmt: skip
-        rows.add("step", rank=rank, step=1)
+        for step in range(1, 6):
+            rows.add("step", rank=rank, step=step, watched=True)
     return rows
 
 
@@ -30,6 +31,14 @@ def test_two_names_of_one_tensor_that_are_two_tensors_later() -> None:
     (found,) = _found(_rows({"emb": "", "body": "", "head": ""}))
     assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((0, 1), 5, 4, "head")
     assert found.severity == "warning"
+
+
+def test_between_two_watched_steps_nobody_looked() -> None:
+    rows = _rows({"emb": "", "body": "", "head": ""})
+    rows.connection.execute("UPDATE step SET watched = step IN (2, 5)")
+    assert (_found(rows)[0].first_step, _found(rows)[0].last_good_step) == (5, 2)
+    rows.connection.execute("UPDATE step SET watched = step = 5")
+    assert _found(rows)[0].last_good_step is None
 
 
 def test_a_tie_that_holds_or_whose_part_was_removed_is_clear() -> None:
