@@ -105,7 +105,7 @@ def wrongs(truth: Truth, mode: str, said: Said, i: dict[str, Any]) -> tuple[list
         if first is None or not (good or 0) < truth.step <= first:
             wrong.append("INTERVAL")
         elif mode == GOVERNED:
-            due = next((s for s in said.watched if s >= truth.step), said.last_step)
+            due = next((s + truth.after for s in said.watched if s + truth.after >= truth.step), said.last_step)
             if first > max(due, truth.step):
                 wrong.append("LATE")
     return wrong, exact, f"{describe(i)} last good {i['last_good_step']}: {i['summary']}"

@@ -20,7 +20,8 @@ class Truth:
 
     `step` None: the fault has none, or none that is exact. `history`: the rule needs more watched steps than a governed
     job of this length has, so there it may abstain. `mild`: a note will do, since a program may mean it so. `once`: it
-    is there in that step alone; where that is not watched, what it left in the next watched one must be found.
+    is there in that step alone; where that is not watched, what it left in the next watched one must be found. `after`:
+    the rule looks that many steps after a watched one.
     """
 
     codes: tuple[str, ...]
@@ -31,6 +32,7 @@ class Truth:
     allow: tuple[str, ...] = ()
     mild: bool = False
     once: bool = False
+    after: int = 0
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,8 @@ def root_of_zero(d: Drawn) -> Truth:
 
 _HELD = {"models": USUAL, "optimizers": OPTIMIZERS, "steps": (30, 60), "scaler": False, "hooks": ("",)}
 
+_MANY = True  # more watched updates are asked for than a governed job may have: 20, and 3 after a step
+
 
 @silent("PARAM_NOT_OPTIMIZED", wraps=PLAIN, **_HELD)
 def adapter_after_the_optimizer(d: Drawn) -> Truth:
@@ -165,21 +167,21 @@ def head_replaced(d: Drawn) -> Truth:
     """The optimizer keeps the old head, the model has a new one."""
     step = d.step(4, 12)
     d.plant("head_replaced", step=step)
-    return Truth(("PARAM_NOT_OPTIMIZED",), d.everyone, step, False, "head", ("PARAM_NEVER_UPDATED", "LOSS_SPIKE"))
+    return Truth(("PARAM_NOT_OPTIMIZED",), d.everyone, step, _MANY, "head", ("PARAM_NEVER_UPDATED", "LOSS_SPIKE"))
 
 
 @silent("PARAM_NEVER_UPDATED", wraps=WRAPS, **_HELD, ddp={"find_unused_parameters": True})
 def branch_cut_off(d: Drawn) -> Truth:
     d.recipe.get("ddp", {}).pop("static_graph", None)
     d.plant("branch_cut", cut=d.chance.choice(("detach", "data", "tensor")))
-    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, False, "side")
+    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, _MANY, "side")
 
 
 @silent("PARAM_NEVER_UPDATED", wraps=PLAIN, **_HELD)
 def group_without_lr(d: Drawn) -> Truth:
     names = PARAMETERS[d.recipe["model"]]
     d.plant("lr_zero", tensors=d.chance.sample(names, min(2, len(names) - 1)))
-    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, False, "", mild=True)  # a rate of zero may be meant
+    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, _MANY, "", mild=True)  # a rate of zero may be meant
 
 
 @silent("PARAM_NEVER_UPDATED", wraps=PLAIN, **_HELD)
@@ -188,15 +190,17 @@ def gradient_set_to_none(d: Drawn) -> Truth:
     left = d.chance.sample(names, min(2, len(names) - 1))
     d.plant("grad_none", tensors=left)
     # no gradient at the update: which may be how a program freezes
-    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, False, "|".join(map(re.escape, left)), mild=True)
+    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, _MANY, "|".join(map(re.escape, left)), mild=True)
 
 
 @silent("PARAM_NEVER_UPDATED", wraps=PLAIN, **_HELD)
-def weights_put_back(d: Drawn) -> Truth:
-    names = [n for n in PARAMETERS[d.recipe["model"]] if n.endswith("weight")]
+def gradient_masked(d: Drawn) -> Truth:
+    names = PARAMETERS[d.recipe["model"]]
     left = d.chance.sample(names, min(2, len(names) - 1))
-    d.plant("put_back", tensors=left)
-    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, False, "|".join(map(re.escape, left)))
+    d.recipe["optimizer_options"]["weight_decay"] = 0.0  # which would change it without a gradient
+    d.plant("grad_masked", tensors=left)
+    # a mask may be meant, as in pruning
+    return Truth(("PARAM_NEVER_UPDATED",), d.everyone, 1, _MANY, "|".join(map(re.escape, left)), mild=True)
 
 
 @silent("TIE_BROKEN", wraps=PLAIN, **(_HELD | {"models": ("transformer",)}))

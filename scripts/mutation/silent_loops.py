@@ -30,11 +30,14 @@ def never_set_to_train(d: Drawn) -> Truth:
     return Truth(("EVAL_MODE_TRAINING",), d.everyone, 1, False)
 
 
+_RUNS_AWAY = ("LOSS_SPIKE", "GRAD_SPIKE", *CHAIN)  # what gradients lead to that only grow
+
+
 @silent("GRAD_NOT_ZEROED", wraps=WRAPS, **_LOOP)
 def not_zeroed_any_more(d: Drawn) -> Truth:
     step = d.chance.choice((1, d.step(2, 6)))
     d.plant("not_zeroed", step=step, extent=10**6)
-    return Truth(("GRAD_NOT_ZEROED",), d.everyone, step + 1, False, "", ("LOSS_SPIKE", "GRAD_SPIKE", *CHAIN))
+    return Truth(("GRAD_NOT_ZEROED",), d.everyone, step + 1, False, "", _RUNS_AWAY, after=1)
 
 
 @silent("GRAD_NOT_ZEROED", wraps=WRAPS, **_LOOP)
@@ -48,7 +51,7 @@ def not_zeroed_once(d: Drawn) -> Truth:
 def other_optimizer_zeroed(d: Drawn) -> Truth:
     step = d.chance.choice((1, d.step(2, 6)))
     d.plant("not_zeroed", step=step, extent=10**6, optimizer=d.chance.randrange(2))
-    return Truth(("GRAD_NOT_ZEROED",), d.everyone, step + 1, False, "", ("LOSS_SPIKE", "GRAD_SPIKE", *CHAIN))
+    return Truth(("GRAD_NOT_ZEROED",), d.everyone, step + 1, False, "", _RUNS_AWAY, after=1)
 
 
 _WINDOWS = _LOOP | {"wraps": WRAPS, "loaders": ("sampler",), "accumulate": (2, 3, 4), "steps": (30, 50)}

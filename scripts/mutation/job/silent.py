@@ -102,7 +102,8 @@ class Silent(Training):
             else:
                 (x, y), last = next(batches), micro == many
             with self.quiet(step, last=last):
-                loss = self.forward(step, x, y) / divisor
+                loss = self.forward(step, x, y)
+                loss = loss / divisor if divisor > 1 else loss
                 if self.scaler is None:
                     loss.backward()
                 else:
@@ -152,16 +153,12 @@ class Silent(Training):
             super().unscale(step)
 
     def update(self, step: int) -> None:
-        if self.fault.kind == "grad_none":
-            for name, p in self.bare.named_parameters():
-                if self.chosen(name):
-                    p.grad = None
+        for name, p in self.bare.named_parameters():
+            if self.fault.kind == "grad_none" and self.chosen(name):
+                p.grad = None
+            if self.fault.kind == "grad_masked" and self.chosen(name) and p.grad is not None:
+                p.grad.zero_()
         super().update(step)
-        if self.fault.kind == "put_back":
-            with torch.no_grad():
-                for name, p in self.bare.named_parameters():
-                    if self.chosen(name):
-                        p.copy_(self.first[name])
 
     def zero(self, step: int) -> None:
         if self.during("not_zeroed", step):
@@ -177,8 +174,6 @@ class Silent(Training):
     def before(self, step: int) -> None:
         super().before(step)
         fault = self.fault
-        if step == 1 and fault.kind == "put_back":
-            self.first = {n: p.detach().clone() for n, p in self.bare.named_parameters()}
         if fault.kind == "scaler_anew" and step >= fault.step:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=fault.amount)
         if self.everywhere("untied", step):
