@@ -170,7 +170,7 @@ class Catalogue:
         self._built = self._structure()
 
     def changed(self) -> None:
-        """Some module got a parameter: at the next refresh look whether it is one of these models'."""
+        """Some module got a parameter or a part: at the next refresh look whether it is one of these models'."""
         self._doubtful = True
 
     def _structure(self) -> list[tuple[str, int]]:

@@ -176,8 +176,13 @@ def install(emit: Emit) -> Undo:
 
         return register_parameter
 
+    def module_set(module: Any, name: Any, part: Any) -> None:  # a copy registers no parameter, only itself
+        if not compiling():
+            catalogue.changed()
+
     compiling = getattr(agent.torch.compiler, "is_compiling", lambda: False)
     put_back = replace(agent.torch.nn.Module, "register_parameter", register)
+    unhook = agent.torch.nn.modules.module.register_module_module_registration_hook(module_set).remove
     emit.on("before_update", before_update)
     emit.on("step_end", step_end)
     emit.on("buffers_synced", buffers_synced)
@@ -186,6 +191,7 @@ def install(emit: Emit) -> Undo:
 
     def undo() -> None:
         put_back()
+        unhook()
         on_device.clear()
 
     return undo

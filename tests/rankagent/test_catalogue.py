@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def test_a_part_that_is_added_late_is_noticed(tmp_path: Path) -> None:
         net.register_parameter("lora", nn.Parameter(torch.zeros(2)))
 
     assert [set(n) for n in _names(tmp_path, add)] == [{"emb.weight"}, {"emb.weight", "lora"}]
+
+
+def test_a_part_that_is_replaced_by_a_copy_is_noticed(tmp_path: Path) -> None:
+    def copied(net: Tied) -> None:
+        net.head = copy.deepcopy(net.head)
+
+    assert _names(tmp_path, copied) == [{"emb.weight": "head.weight"}, {"emb.weight": "", "head.weight": ""}]
 
 
 def test_another_model_that_is_built_changes_nothing(tmp_path: Path) -> None:
