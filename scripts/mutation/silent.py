@@ -47,7 +47,8 @@ def loss_weighed_wrong(d: Drawn) -> Truth:
     return Truth(("LOSS_SPIKE",), ranks, step, False, "", ("GRAD_SPIKE",))
 
 
-@silent("GRAD_SPIKE", wraps=PLAIN, models=USUAL, **_LEAP)
+# a single tensor leaps beside the others, and three of them have no median that says what all do
+@silent("GRAD_SPIKE", wraps=PLAIN, models=tuple(m for m in USUAL if m != "bag"), **_LEAP)
 def one_gradient_leaps(d: Drawn) -> Truth:
     where, ranks = whose(d)
     step, name = d.step(48, 12), d.tensor()
@@ -95,7 +96,7 @@ def deep_and_saturated(d: Drawn) -> Truth:
     """No wrong line: a dozen sigmoids in a row."""
     d.recipe.update({"model": "deep", "depth": d.chance.randint(12, 16)})
     d.plant("too_deep")
-    return Truth(("GRAD_VANISHED",), d.everyone, 1, False, "layers")
+    return Truth(("GRAD_VANISHED",), d.everyone, 1, True, "layers")
 
 
 _AMP = {"wraps": PLAIN, "models": USUAL, "optimizers": OPTIMIZERS, "hooks": ("",), "clips": ("", "norm")}
