@@ -127,7 +127,8 @@ def counted_in_epochs(d: Drawn) -> Truth:
 def cosine_rises_again(d: Drawn) -> Truth:
     d.recipe["total"] = d.recipe["steps"] // 2
     d.plant("schedule_short")
-    return Truth(("LR_EXHAUSTED",), d.everyone, None, False, "lr", mild=True)  # a cycle may be meant
+    # a cycle may be meant; where the scheduler stands is seen in watched steps only
+    return Truth(("LR_EXHAUSTED",), d.everyone, None, True, "lr", mild=True)
 
 
 _RESUMED = _LOOP | {"wraps": PLAIN, "steps": (30, 60), "schedules": ("decay", "poly", "exponential", "warmup_cosine")}
