@@ -47,6 +47,9 @@ def _start(rows: Rows, rank: int, ranks: int) -> None:
         rows.add("tensor", **me, generation=1, index=index, kind="buffer", name=name, model_type="Net", shape="8",
                  dtype="float32", numel=8, optimizer=-1, sharing="ddp", peers=peers, broadcast=1)  # fmt: skip
     rows.add("mode", **me, step=1, backwards=1, model_type="Net")
+    for place, (index, name, units, inputs) in enumerate(((0, "in", 8, 4), (2, "out", 2, 8))):
+        rows.add("initial", **me, step=1, generation=1, index=index, place=place, units=units, inputs=inputs,
+                 fan_in=inputs, sampled=16, different=16, rms=inputs**-0.5, trained=True, module=name)  # fmt: skip
     rows.add("output", **me, step=2, generation=1, modules=3)
     rows.add("param", **me, step=1, stage="start", generation=1, l2=[1.0] * 4, digest=[1, 2, 3, 4])
     rows.add(

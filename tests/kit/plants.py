@@ -165,6 +165,7 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "NONFINITE_PARAM": Plant(sql("UPDATE param SET nonfinite = [2] WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "INIT_SUSPECT": Plant(sql("UPDATE initial SET constant = TRUE, bias_constant = TRUE"), None, 1),
     "DEAD_MODULE": Plant(dead, None, 1),
     "PARAM_NEVER_UPDATED": Plant(
         sql("UPDATE grad SET l2 = [l2[1], l2[2], -1, l2[4]]",
