@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from .departures import BEFORE, FIRST, LEVEL, SKIPPED, Departure, departures
+from .departures import BEFORE, FIRST, LEVEL, SKIPPED, Departure, departures, reaches
 from .median import median
 
 ALPHA = 0.002 / 4  # a fifth of the 1 % of a run's statistical rules: the mean, single ranks, tensors, clipping calls
@@ -108,6 +108,12 @@ class Series:
         least = SKIPPED + 2 * FIRST + BEFORE
         mean = _middle(self.norms)
         return any(int(numpy.isfinite(mean[part]).sum()) >= least for part in paced(self.steps))
+
+    @property
+    def loudness(self) -> float:
+        """The factor that a single step of the whole norm must have to be told from the range of the steps before."""
+        parts = [_middle(self.norms[part])[:, None] for part in paced(self.steps)]
+        return max((reaches(p) for p in parts if len(p) >= SKIPPED + 2 * FIRST + BEFORE), default=0.0)
 
 
 def _log(x: Any) -> Any:

@@ -37,6 +37,7 @@ PARAMS: Mapping[str, object] = {
 }
 OFTEN = 3  # times that a run does the like: then it is like that
 SETTLE = 3  # steps after it that a running run must have
+SEEN = 40.0  # a factor that a rule should see; where it would not, it says so
 ORDINARY = 1.5  # times its level or less: the loss takes no part
 SHOWN = 8
 
@@ -132,13 +133,14 @@ class Row(NamedTuple):
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
     """The first of what departs, and up to two further ones; of a run that has many the first as a note."""
-    enough = False
+    enough, loud = False, 0.0
     for attempt in sorted({r.attempt for r in rows}):
         mine = [r for r in rows if r.attempt == attempt]
         events: list[Event] = []
         for family in dict.fromkeys(r.family for r in mine):
             series = Series.of([r for r in mine if r.family == family])
             enough = enough or series.judged
+            loud = max(loud, series.loudness)
             events += gradient_events(series)
         first = mine[0]
         if first.clip_steps and first.clip_norms:
@@ -153,6 +155,9 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
             yield _finding(event, mine[0], often or event.alike >= OFTEN - 1, len({r.rank for r in mine}))
     if not enough:
         why = f"no attempt has {SKIPPED + 2 * FIRST + BEFORE} comparable steps with gradients of one cadence"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
+    elif loud > SEEN:
+        why = f"the gradient norm varies so much by itself that {SEEN:.0f} times as much would be nothing new"
         yield Abstention("INSUFFICIENT_EVIDENCE", why)
     yield from unheard(run)
 

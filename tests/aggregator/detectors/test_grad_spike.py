@@ -87,7 +87,8 @@ def test_a_short_window_and_overflow_are_not_compared() -> None:
 
 
 def test_what_falls_or_begins_is_no_spike() -> None:
-    assert _found(_times(_run(), 0.02, "step >= 40"), "CLEAR") == []
+    # from then on a rise by as much would be nothing new
+    assert _found(_times(_run(), 0.02, "step >= 40"), "INSUFFICIENT_EVIDENCE") == []
     assert _found(_times(_run(), 0.02, "step >= 40", "k < 5"), "CLEAR") == []  # the rest's share grows
     assert _found(_times(_run(), 0.0, "step < 40", "k = 1"), "CLEAR") == []
     rows = _run()
@@ -129,3 +130,9 @@ def test_reduced_norms_serve_where_no_local_ones_are() -> None:
 def test_too_little_is_said(steps: int) -> None:
     assert _found(_run(steps=steps), "INSUFFICIENT_EVIDENCE") == []
     assert _found(_run(), "INSUFFICIENT_EVIDENCE", missing_ranks=(2,)) == []
+
+
+def test_norms_that_leap_by_themselves_are_never_clear() -> None:
+    loud = _run(spread=2.0)
+    assert _found(loud, "INSUFFICIENT_EVIDENCE") == []
+    assert _found(_times(loud, 30, "step = 50"), "INSUFFICIENT_EVIDENCE") == []
