@@ -41,6 +41,9 @@ class Net(nn.Module):
             scale[3] = 9.0
         self.register_buffer("scale", scale)
         self.norm = nn.BatchNorm1d(16) if "batchnorm" in plants or "batchnorm-own" in plants else nn.Identity()
+        if "dead" in plants:
+            self.norm = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+            nn.init.constant_(self.norm[0].bias, -100.0)
     def forward(self, x):
         return self.second(self.norm(torch.tanh(self.first(x)) * self.scale))
 
@@ -225,6 +228,7 @@ FAULTS: dict[str, tuple[Spec, list[Fault]]] = {
     "nan-loss": (train("nan-loss", 3), [Fault("NONFINITE_LOSS", [2], STEP), Fault("NONFINITE_GRAD", [2], STEP)]),
     "nan-grad": (train("nan-grad", 3), [Fault("NONFINITE_GRAD", [2], STEP, "second.weight")]),
     "nan-param": (train("nan-param", 3), [Fault("NONFINITE_PARAM", [2], STEP, "first.bias")]),
+    "dead": (train("dead", 2), [Fault("DEAD_MODULE", [0, 1], 1, "norm.1")]),
     "sampler-seed": (train("sampler-seed", 3), [Fault("SAMPLER_SEED_MISMATCH", [2], 1, "seed")]),
     "epoch": (train("epoch", 3), [Fault("SAMPLER_SEED_MISMATCH", [2], EPOCH_STEPS + 1, "epoch")]),
     "no-sampler": (train("no-sampler", 3), [Fault("SHARD_OVERLAP", ALL3, 1)]),
