@@ -75,6 +75,11 @@ def parser() -> argparse.ArgumentParser:
     i.add_argument("--exit-code", action="store_true", help="exit with 1 when it is above a note")
     add("ranks", ranks, "one row a rank: steps, loss, gradient norm, step time, memory, what sets it apart")
     add("metrics", metrics, "metric rows by rank and step").add_argument("metric", metavar="METRIC", nargs="?")
+    add(
+        "timeline",
+        timeline,
+        "what happened in order: lr changes, overflow, checkpoints, evaluations, incidents",
+    )
     c = add("compare", compare, "the first step, metric and rank at which two runs part, or that they don't", run=False)
     c.add_argument("a", metavar="A", help="run id, unique prefix, path of a run folder, or latest")
     c.add_argument("b", metavar="B", help="the run to lay beside it; may have resumed from one of its checkpoints")
@@ -152,6 +157,19 @@ def metrics(args: argparse.Namespace) -> int:
         rows, run = metric_rows(store, args.metric), store.about.id
     units = {name: METRICS[name].unit for name in dict.fromkeys(r.metric for r in rows)}
     _print(args, lambda json: json.metrics(run, rows, units), lambda: text.metrics(rows, units))
+    return 0
+
+
+def timeline(args: argparse.Namespace) -> int:
+    """`tdbg timeline RUN`."""
+    from .outputs import text
+    from .timeline import timeline as events_of
+    from .verdict import judge
+
+    with _open(args) as store:
+        v = judge(store)
+        events = events_of(store.rows, v.incidents)
+    _print(args, lambda json: json.timeline(v, events), lambda: text.timeline(v, events))
     return 0
 
 

@@ -12,6 +12,7 @@ from ..compare import Comparison
 from ..findings import Incident, Verdict
 from ..metrics import MetricRow
 from ..ranks import RankRow
+from ..timeline import Event
 
 
 def dumps(value: Any) -> str:
@@ -64,6 +65,14 @@ def incident(i: Incident) -> dict[str, Any]:
         "evidence": [asdict(e) for e in f.evidence],
         "cannot_conclude": list(f.cannot_conclude), "next_check": f.next_check,
     }  # fmt: skip
+
+
+def timeline(v: Verdict, events: Sequence[Event]) -> dict[str, Any]:
+    """The object of `tdbg timeline --json`."""
+    return {**_head("tdbg.timeline/1", v), "events": [
+        {"attempt": e.attempt, "step": e.step, "last_step": e.last_step, "time_ns": e.time_ns, "ranks": list(e.ranks),
+         "kind": e.kind, "what": e.words} for e in events
+    ]}  # fmt: skip
 
 
 def comparison(c: Comparison) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from ..compare import Comparison
 from ..findings import DataQuality, Finding, Incident, RuleVerdict, Verdict
 from ..metrics import MetricRow
 from ..ranks import RankRow
-from ..wording import counted, ranks_text
+from ..timeline import Event
+from ..wording import counted, ranks_text, spans
 from .clean import clean
 from .units import duration, in_unit, memory, number
 
@@ -94,6 +95,23 @@ def quality(q: DataQuality) -> list[str]:
         return [f"data quality: complete ({ranks_text(q.ranks_seen)}, nothing dropped)"]
     dropped = f", {counted(q.dropped_events, 'row')} lost" if q.dropped_events else ""
     return [f"data quality: {counted(len(q.warnings), 'warning')}{dropped}", *(f"  {clean(w)}" for w in q.warnings)]
+
+
+def timeline(v: Verdict, events: Sequence[Event]) -> str:
+    """A line an event, steps downwards; wall clock where it is known."""
+    several = len({e.attempt for e in events}) > 1
+    head = (*(("attempt",) if several else ()), "step", "when", "ranks", "kind", "what")
+    lines = ((*((e.attempt,) if several else ()), _steps(e), moment(e.time_ns), _who(v, e.ranks), e.kind, e.words)
+             for e in events)  # fmt: skip
+    return f"{heading(v)}\n\n{table(head, lines)}"
+
+
+def _steps(e: Event) -> str:
+    return str(e.step) if e.last_step == e.step else f"{e.step}-{e.last_step}"
+
+
+def _who(v: Verdict, ranks: Sequence[int]) -> str:
+    return "all" if len(ranks) == v.world_size > 1 else spans(ranks) or "-"
 
 
 def comparison(c: Comparison) -> str:

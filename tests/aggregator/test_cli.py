@@ -129,6 +129,13 @@ def test_ranks_and_metrics_show_each_rank(templates: Path, capsys: Any) -> None:
     assert "there are: loss" in _error(capsys, *store, "metrics", "faulty", "speed", status=2)
 
 
+def test_the_timeline_is_a_line_an_event(templates: Path, capsys: Any) -> None:
+    t = _json(capsys, "--store", str(templates), "timeline", "faulty", "--json")
+    assert t["schema"] == "tdbg.timeline/1"
+    assert {"attempt", "step", "last_step", "time_ns", "ranks", "kind", "what"} == set(t["events"][0])
+    assert "PARAM_DESYNC (critical)" in _text(capsys, "--store", str(templates), "timeline", "faulty")
+
+
 def test_compare_says_where_two_runs_part_in_the_contracts_words(templates: Path, capsys: Any) -> None:
     c = _json(capsys, "--store", str(templates), "compare", "faulty", "faulty", "--json")
     assert {"schema", "outcome", "first_step", "metric", "subject", "ranks", "identity_differences", "why"} <= set(c)
