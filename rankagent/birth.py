@@ -75,8 +75,10 @@ def _shown(node: Any, known: set[Any]) -> tuple[str, str, Any]:
     found: tuple[str, str, Any] = ("", "", None)
     data = DATA.get(op(node))
     for name, tensor in torchprivate.saved_for_backward(node):
+        values = torchprivate.held_here(tensor)
+        if values is None:
+            continue
         known.add(node)
-        values = tensor.detach()
         if not values.is_floating_point() or not values.numel():
             continue
         result = name.startswith(RESULTS)

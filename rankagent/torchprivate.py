@@ -149,6 +149,23 @@ def saved_for_backward(node: Any) -> Iterator[tuple[str, Any]]:
             yield f"tensor {n}", value
 
 
+def held_here(tensor: Any) -> Any:
+    """The values of a saved tensor that lie in this process, or None where there is nothing to be read.
+
+    FSDP frees the memory of gathered parameters after a forward, and the graph still refers to them: to read there ends
+    the process. Of a DTensor the local part is given, since an operation on the whole would communicate; subclasses
+    with a logic of their own and other layouts are left alone."""
+    import torch
+
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    tensor = tensor.detach()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor if tensor.untyped_storage().nbytes() >= reach else None
+
+
 def takes_mean(node: Any) -> bool:
     """Whether a loss function of torch's gave the mean over its elements: reduction 1 of its enumeration."""
     return getattr(node, "_saved_reduction", None) == 1

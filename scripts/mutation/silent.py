@@ -208,6 +208,8 @@ def gradient_masked(d: Drawn) -> Truth:
 def tie_broken(d: Drawn) -> Truth:
     step = d.step()
     d.recipe.get("ddp", {}).pop("static_graph", None)
+    # an average of the parameters goes by their order, which a new one changes
+    d.recipe["extras"] = [e for e in d.recipe["extras"] if e != "ema"]
     d.plant("untied", step=step, how=d.chance.choice(("parameter", "deepcopy", "registered")))
     # the new tensor is in no optimizer and, under a wrapper, in no reduction
     allow = ("PARAM_NOT_OPTIMIZED", "PARAM_NEVER_UPDATED", "GRAD_DESYNC", "PARAM_DESYNC", "OPTIM_STATE_DESYNC")

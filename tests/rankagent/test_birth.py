@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kit.agent import read, record, running
-from tdbg.rankagent import birth
+from tdbg.rankagent import birth, torchprivate
 
 
 def train(loss_of, steps=1, model=None):
@@ -175,3 +175,28 @@ def test_a_constant_of_the_program_is_no_input(tmp_path):
     rows = record(tmp_path, lambda: train(lambda net, x: (net["first"](x) * torch.tensor([torch.nan] * 4)).mean()))
     assert [r["fed_by"] for r in rows["birth"]] == [birth.CONSTANT]
     assert [r for r in rows.get("input", []) if r["source"] == "graph"] == []
+
+
+def test_memory_that_was_freed_since_is_not_read():
+    """As FSDP frees gathered parameters after the forward: to read them would end the process."""
+    weight = nn.Parameter(torch.randn(64, 256))
+    x = torch.randn(4, 256, requires_grad=True)
+    loss = torch.log((x @ weight.t()).sum() * 0 - 1)
+    weight.untyped_storage().resize_(0)
+    found = birth.find(loss)
+    assert found is not None
+    assert (found.op, found.shown, found.whole) == ("log", "root", True)
+
+
+def test_of_a_dtensor_the_local_part_is_read_and_other_subclasses_are_left_alone():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args, **kwargs):
+            raise AssertionError("an operation of the program's own tensor")
+
+    part = torch.ones(3)
+    assert torchprivate.held_here(part).data_ptr() == part.data_ptr()
+    assert torchprivate.held_here(torch.ones(3).as_subclass(Own)) is None
+    assert torchprivate.held_here(torch.eye(3).to_sparse()) is None
+    assert torchprivate.held_here(torch.ones(2, device="meta")) is None
+    assert torchprivate.held_here(torch.ones(8)[2::3]).tolist() == [1.0, 1.0]
