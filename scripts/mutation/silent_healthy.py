@@ -83,8 +83,10 @@ SHAPES: dict[str, Shape] = {
     **{kind: scheduled(kind) for kind in ("warmup_linear", "cosine", "onecycle", "restarts", "poly", "exponential")},
     "amp": Shape({"wraps": PLAIN, "optimizers": ("sgd", "adam", "adamw"), "steps": (40, 80), "hooks": ("",)}, settling),
     "amp_clipped": Shape({"wraps": PLAIN, "optimizers": ("sgd", "adamw"), "clips": ("norm", "value")}, settling),
-    "heavy_tails": Shape(_NOISY, labelled("student", "lognormal")),
-    "heavy_tails_accumulated": Shape(_NOISY | {"accumulate": (2, 3)}, labelled("student", "lognormal")),
+    # without clipping some of them diverge to Inf, truly
+    "heavy_tails": Shape(_NOISY | {"clips": ("norm",)}, labelled("student", "lognormal")),
+    "heavy_tails_accumulated": Shape(_NOISY | {"clips": ("norm",), "accumulate": (2, 3)},
+                                     labelled("student", "lognormal")),
     "noisy_labels": Shape(_NOISY | {"steps": (100, 150)}, labelled("noisy")),
     "curriculum": Shape(_NOISY, labelled("curriculum", "shifted")),
     "small_batches": Shape({"steps": (60, 100), "models": ("mlp", "wide", "lstm", "untied")}, small),
