@@ -70,7 +70,7 @@ def compare(rows_a: Rows, a: Side, rows_b: Rows, b: Side) -> Comparison:
     """Lay B beside A. `rows_a` and `rows_b` are asked for the names of tensors alone."""
     other_size = a.world_size != b.world_size
     said = _compared(*(folded(rows_a, a), folded(rows_b, b)) if other_size else (a, b))
-    said = replace(said, identity_differences=tuple(_identity(a, b)))
+    said = replace(said, identity_differences=(*_identity(a, b), *_changed_files(a, b)))
     if said.outcome == "DIVERGED" and said.metric in ("reduced gradient", "buffer", "parameter"):
         assert said.first_step is not None
         rank, step = said.ranks[0], said.first_step
@@ -264,6 +264,17 @@ def _identity(a: Side, b: Side) -> Iterator[Unlike]:
     for key in sorted(a.identity.keys() | b.identity.keys()):
         if a.identity.get(key) != b.identity.get(key):
             yield Unlike(key, a.identity.get(key), b.identity.get(key))
+
+
+def _changed_files(a: Side, b: Side) -> Iterator[Unlike]:
+    """Checkpoints that one run saved and the other loaded from the same path, with other content than any of it."""
+    for saver, loader in ((a, b), (b, a)):
+        for (digest, size), path in loader.loaded.items():
+            saved = [key for key, (_, at) in saver.saved.items() if at == path]
+            if saved and (digest, size) not in saver.saved:
+                was, now = (f"{n} bytes, crc32 {d:08x}" for d, n in (saved[-1], (digest, size)))
+                texts = (was, now) if saver is a else (now, was)
+                yield Unlike(f"checkpoint {path}", *texts)
 
 
 def _listed(several: Sequence[str]) -> str:

@@ -139,3 +139,14 @@ def test_what_the_runs_were_started_with_is_listed_without_times_and_places() ->
         ("argv", "-x", "-y"),
         ("code.model", "c0ffee", None),
     ]
+
+
+def test_a_checkpoint_that_is_not_what_was_saved_is_said() -> None:
+    a, b = healthy(2), _resumed(10)
+    a.add("checkpoint", rank=0, pid=100, step=11, event="save", path="/x/last.pt", digest=10, size_bytes=64)
+    b.add("checkpoint", rank=0, pid=100, step=1, event="load", path="/x/last.pt", digest=11, size_bytes=64)
+    (changed,) = _compare(a, b).identity_differences
+    assert changed.key == "checkpoint /x/last.pt"
+    assert (changed.a, changed.b) == ("64 bytes, crc32 0000000a", "64 bytes, crc32 0000000b")
+    b.connection.execute("UPDATE checkpoint SET digest = 10")
+    assert _compare(a, b).identity_differences == ()
