@@ -106,7 +106,7 @@ def _compared(a: Side, b: Side) -> Comparison:
         return said("NOT_COMPARABLE", no, **more)
     exact = list(_exact(pair))
     first_bits = min((d.step for d in exact), default=None)
-    every = [*_state(pair, ranks), *_settings(pair, ranks), *_chosen(pair), *_jumps(pair, ranks, exact)]
+    every = [*_state(pair, ranks), *_settings(pair, ranks), *_chosen(pair), *_jumps(pair, exact)]
     odd = _first(every)
     extent = f"{counted(len(steps), 'step')} of {ranks_text(ranks)}{pair.how}"
     if odd is not None:
@@ -121,7 +121,7 @@ def _compared(a: Side, b: Side) -> Comparison:
     if first_bits is None:
         return said(*_equal(pair, ranks, extent), **more)
     lows = a.low_precision or b.low_precision
-    series = [(differences(x, y), x) for r in ranks for x, y in [pair.numbers("loss", r)]]
+    series = [(differences(x, y), x) for x, y in pair.numbers("loss").values()]
     largest = max((v for d, _ in series for v in d.values()), default=0.0)
     size = f"{largest:.2g} of their size"
     bits = f"bits differ from step {first_bits} on"
@@ -237,13 +237,13 @@ def _state(pair: Pair, ranks: set[int]) -> Iterator[Difference]:
                          f"the optimizer met its first common update with other state: {x} and {y}")  # fmt: skip
 
 
-def _jumps(pair: Pair, ranks: set[int], exact: Sequence[Difference]) -> Iterator[Difference]:
+def _jumps(pair: Pair, exact: Sequence[Difference]) -> Iterator[Difference]:
     """The first step at which numbers part; dated to the first odd bits where these lead straight into it."""
     low = pair.a.low_precision or pair.b.low_precision
     for kind in NUMBERS:
         found: dict[int, Parting] = {}
-        for rank in sorted(ranks):
-            apart = parting(differences(*pair.numbers(kind, rank)), low)
+        for rank, both in pair.numbers(kind).items():
+            apart = parting(differences(*both), low)
             if apart is not None:
                 found[rank] = apart
         if not found:

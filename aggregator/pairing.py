@@ -32,16 +32,14 @@ class Pair:
             if step in self.steps and (rank, step - self.offset) in other:
                 yield (rank, step), value, other[rank, step - self.offset]
 
-    def numbers(self, kind: str, rank: int) -> tuple[dict[int, float], dict[int, float]]:
-        """One rank's series of both, by A's steps."""
-        return (
-            {s: v for (r, s), v in self.a.series[kind].items() if r == rank and s in self.steps},
-            {
-                s + self.offset: v
-                for (r, s), v in self.b.series[kind].items()
-                if r == rank and s + self.offset in self.steps
-            },
-        )
+    def numbers(self, kind: str) -> dict[int, tuple[dict[int, float], dict[int, float]]]:
+        """By rank its series in A and in B, by A's steps; ranks that both have."""
+        found: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
+        for side, (series, offset) in enumerate(((self.a.series[kind], 0), (self.b.series[kind], self.offset))):
+            for (rank, step), value in series.items():
+                if step + offset in self.steps:
+                    found.setdefault(rank, ({}, {}))[side][step + offset] = value
+        return {rank: both for rank, both in sorted(found.items()) if all(both)}
 
     @property
     def windows_agree(self) -> bool:
