@@ -95,7 +95,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         if (attempt, ranks, subject) not in said:
             said.add((attempt, ranks, subject))
             yield _finding(alike, ranks)
-    unsure = next((r for r in found if not r.why and r.file and {"optimizer", "scheduler"} & set(r.held)), None)
+    unsure = next((r for r in found if not r.why and r.file and _of_a_training(r)), None)
     reasons = [m.open for m in judged if m.open]
     if reasons:
         yield Abstention("INSUFFICIENT_EVIDENCE", reasons[0])
@@ -106,6 +106,11 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         yield Abstention("INSUFFICIENT_EVIDENCE", f"nothing was recorded of {ranks_text(run.missing_ranks)}")
     elif not judged:
         yield Abstention("NOT_APPLICABLE", "no training went on from a checkpoint")
+
+
+def _of_a_training(of: Restored) -> bool:
+    """Whether the file holds more of a training than its weights."""
+    return bool({"optimizer", "scheduler", "scaler", "rng"} & set(of.held)) or any(v > 0 for v in of.counters.values())
 
 
 def _judge(of: Restored, run: RunFacts) -> Missing:

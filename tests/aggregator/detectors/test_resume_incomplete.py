@@ -148,6 +148,16 @@ def test_a_sampler_that_goes_on_at_a_later_epoch_tells_a_resume_and_an_early_one
     assert parts(passes(resumed(), 0)) == [("sampler", "note")]
 
 
+@pytest.mark.parametrize(("held", "outcome"), [
+    ({"model": 2}, "NOT_APPLICABLE"),
+    ({"model": 2, "counters": {"epoch": 0}}, "NOT_APPLICABLE"),
+    ({"model": 2, "counters": {"step": 21}}, "INSUFFICIENT_EVIDENCE"),
+    ({"model": 2, "rng": True}, "INSUFFICIENT_EVIDENCE"),
+])  # fmt: skip
+def test_weights_of_a_training_loaded_alone_are_left_open(held: dict[str, Any], outcome: str) -> None:
+    assert judge(resumed(held=held, apply=(), entries=(0, 2))) == (outcome, [])
+
+
 def test_random_streams_alone_are_a_note() -> None:
     rows = resumed()
     for rank in range(2):
