@@ -246,7 +246,7 @@ def add_branch(model: nn.Module, recipe: Recipe, cut: str) -> None:
         if cut == "data":
             h = h.data
         elif cut == "tensor":
-            h = torch.tensor(h.tolist())
+            h = torch.tensor(h.tolist(), dtype=h.dtype)
         elif cut == "detach":
             h = h.detach()
         return out + cast("Tensor", adapter(torch.tanh(h)))
