@@ -83,8 +83,11 @@ named AS (
 ),
 clipped AS (
     SELECT attempt, list(step ORDER BY step) AS steps, list(norm ORDER BY step) AS norms FROM (
-        SELECT c.attempt, c.step, median(CASE WHEN v.step IS NULL OR v.value IS NOT NULL THEN c.norm END) AS norm
+        SELECT c.attempt, c.step, median(CASE WHEN v.step IS NULL OR v.value IS NOT NULL
+                   THEN c.norm / CASE WHEN c.scaled > 0 THEN s.scale ELSE 1 END END) AS norm
         FROM clip c LEFT JOIN value v ON v.rank = c.rank AND v.attempt = c.attempt AND v.step = c.step
+        LEFT JOIN (SELECT rank, attempt, step, max(scale) AS scale FROM loss GROUP BY ALL) s
+          ON s.rank = c.rank AND s.attempt = c.attempt AND s.step = c.step
         WHERE c.norm_type > 0 AND isfinite(c.norm) AND c.step > 0 GROUP BY ALL) GROUP BY attempt
 ),
 losses AS (

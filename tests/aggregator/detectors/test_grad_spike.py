@@ -120,6 +120,18 @@ def test_the_norm_that_clipping_returns_is_a_series_of_its_own() -> None:
     assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((0, 1, 2), 51, 50, "")
 
 
+@pytest.mark.parametrize(("scale", "norm"), [(256.0, 256.0), (256.0, 256.0 * 40), (None, 256.0)])
+def test_clipping_of_scaled_gradients_is_read_by_their_own_norm(scale: float | None, norm: float) -> None:
+    rows = _run(every=8)
+    for rank in range(WORLD):
+        for step in range(1, STEPS + 1):
+            late = step >= 51
+            rows.add("clip", rank=rank, step=step, max_norm=1.0, norm_type=2.0, calls=1, scaled=int(late),
+                     norm=(norm if late else 1.0) * (1 + step % 7 / 50))  # fmt: skip
+    rows.connection.execute("UPDATE loss SET scale = ?", [scale])
+    assert [f.first_step for f in _found(rows, "INCIDENT" if norm > 256 else "CLEAR")] == ([51] if norm > 256 else [])
+
+
 def test_reduced_norms_serve_where_no_local_ones_are() -> None:
     rows = _times(_run(), 40, "step = 50")
     rows.connection.execute("UPDATE grad SET stage = 'reduced'")
