@@ -138,7 +138,7 @@ _HANDLING = ("/traceback.py:", "excepthook", "/linecache.py:", "/warnings.py:", 
 
 
 def odd_ones(stands: Sequence[Stand]) -> tuple[list[Stand], bool]:
-    """(those apart from a strict majority, True); without a majority (all of them, False); where all are alike ([], True)."""
+    """(those apart from a strict majority, True); without a majority (all of them, False); all alike ([], True)."""
     keys = [(s.step, s.place.what if s.place else "", s.place.where if s.place else "") for s in stands]
     if len(set(keys)) == 1:
         return [], True
