@@ -2,8 +2,9 @@
 
 That needs neither the GIL nor any Python code of the rank, so it works in whatever the rank is stuck. The signal is one
 that nobody uses: real-time, without a handler, not ignored and not blocked when the agent starts. Below faulthandler's
-handler it is ignored, so that it can end no process: not one whose interpreter closes, not a program that the rank
-becomes by exec, no child. A program that wants this very signal for itself gets it, and stacks are no longer had.
+handler it is ignored, so that it ends no process whose interpreter closes. A program that the rank becomes by exec has
+no handler, which the launcher sees before it sends. A program that wants this very signal for itself gets it, and no
+stacks are had from then on.
 
 Only the thread that gets the signal writes its own stack. To let it write those of all threads would kill ranks: they
 change while it reads them (python 3.11.7, three busy threads: SIGSEGV at the 4,266th signal; alone: none in 32,334).

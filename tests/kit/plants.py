@@ -118,7 +118,7 @@ def stalled(rows: Rows, rank: int, *stacks: str, **values: Any) -> None:
            "quiet_ns": 31 * 10**9, "window_ns": 4 * 10**9, "busy_ns": 10**7, "io_bytes": 100, "samples": len(stacks),
            "event": "stall", "phase": "other", "state": "S"} | values  # fmt: skip
     rows.add("stall", **row)
-    me = {k: row[k] for k in ("rank", "pid", "stall", "look", "step", "attempt") if k in row}
+    me = {k: row[k] for k in ("node", "rank", "pid", "stall", "look", "step", "attempt") if k in row}
     for sample, frames in enumerate(stacks, start=1):
         rows.add("stack", **me, sample=sample, frames=frames)
 

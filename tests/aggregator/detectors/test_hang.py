@@ -128,6 +128,7 @@ def test_two_ranks_that_wait_in_different_calls_are_both_named() -> None:
 
 def test_the_rank_that_is_a_step_behind_is_named_where_all_wait_in_one_line() -> None:
     rows = training()
+    rows.connection.execute("DELETE FROM step WHERE rank = 1 AND step = 8")
     for rank in range(RANKS):
         stalled(rows, rank, REDUCING, step=7 if rank == 1 else 8)
     _, (found,) = judge(rows)
