@@ -45,7 +45,7 @@ class Position:
 
     step: int
     entered: int
-    rows: int = 0
+    rows: int = -1
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stalls:
         """A new attempt: nothing is known of its pace."""
         self._attempt = attempt
         self._positions: dict[int, Position] = {}
-        self._beats: dict[int, tuple[int, int]] = {}  # pid -> step, when it closed
+        self._beat = (0, 0)  # step of one of them, when it closed
         self._step_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self._longest_gap_s = 0.0
         self._progress_s, self._progress_ns = self._clock(), self._now_ns()
@@ -92,7 +92,9 @@ class Stalls:
     def limit_s(self) -> float:
         """How long nothing has to happen for this to be a stall."""
         times = sorted(self._step_s)
-        usual = times[int(0.99 * (len(times) - 1))] if times else 0.0
+        usual = (
+            times[min(int(0.99 * (len(times) - 1)), len(times) - 2)] if len(times) > 1 else 0.0
+        )  # one pause is no pace
         limit = max(self._floor_s, STEP_TIMES * usual, GAPS * self._longest_gap_s)
         return limit if self._started() else max(limit, STARTING * self._floor_s)
 
@@ -110,8 +112,13 @@ class Stalls:
         if newest != self._attempt:
             self._begin(newest)
         states = {pid: s for pid, f in ranks.items() if (s := read_state(f.path)) is not None}
+        started = self._started()
+        if states:
+            self._time_step(states[min(states, key=lambda pid: ranks[pid].rank)])
         went_on, wrote = self._compare(ranks, states)
         if went_on or (wrote and not self._look):
+            if started:  # the wait for the first steps says nothing about later ones
+                self._longest_gap_s = max(self._longest_gap_s, now - self._progress_s)
             self._went_on(list(ranks.values()), states, now)
         elif blind and not self._look:
             self._progress_s, self._progress_ns = now, self._now_ns()
@@ -125,27 +132,25 @@ class Stalls:
         if rows_due:
             self._rows_due_s = self._clock() + ROWS_SECONDS
         for pid, state in states.items():
-            self._time_step(pid, state)
             old = self._positions.get(pid)
             if old is None or (state.step, state.entered) != (old.step, old.entered):
                 self._positions[pid] = Position(state.step, state.entered)
                 went_on = True
             elif rows_due and not went_on:
                 rows = _rows_mark(ranks[pid].path)
-                wrote = wrote or rows != old.rows != 0
+                wrote = wrote or (old.rows >= 0 and rows != old.rows)
                 self._positions[pid] = Position(state.step, state.entered, rows)
         return went_on, wrote
 
-    def _time_step(self, pid: int, state: State) -> None:
-        step, beat = self._beats.get(pid, (0, 0))
+    def _time_step(self, state: State) -> None:
+        """Step times of one rank, as its state page shows them; the way to the second step is no measure."""
+        step, beat = self._beat
         if state.step > step:
-            if beat:
+            if step >= STEPS_TO_START:
                 self._step_s.append((state.heartbeat_ns - beat) / 1e9 / (state.step - step))
-            self._beats[pid] = state.step, state.heartbeat_ns
+            self._beat = state.step, state.heartbeat_ns
 
     def _went_on(self, ranks: Sequence[Folder], states: dict[int, State], now: float) -> None:
-        if self._started():  # the wait for the first steps says nothing about later ones
-            self._longest_gap_s = max(self._longest_gap_s, now - self._progress_s)
         if self._look:
             self._write(ranks, states, "resumed", now - self._progress_s)
         self._progress_s, self._progress_ns = now, self._now_ns()

@@ -47,10 +47,13 @@ def install(agent: Agent) -> Undo:
     faulthandler.register(number, file=fd, all_threads=False, chain=False)
     agent.recorder.answers_to(number, fd, threading.get_native_id())
 
+    registered = [fd]
+
     def withdraw() -> None:
-        if faulthandler.unregister(number):
+        if registered:
+            faulthandler.unregister(number)
             agent.recorder.answers_to(0, -1, 0)
-            os.close(fd)
+            os.close(registered.pop())
 
     def undo() -> None:
         withdraw()

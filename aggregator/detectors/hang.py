@@ -165,7 +165,9 @@ def _judge(stands: Sequence[Stand], gone: Sequence[Stand], unseen: int, how: str
     stuck = [s for s in stands if s.standing == "stuck"]
     waits = [s for s in stands if s.standing == "waits"]
     unknown = [s for s in stands if s.standing == "unknown"]
-    lacking = (f"where the other {unseen} rank(s) stood: their launcher saw no stall",) if unseen > 0 else ()
+    lacking: tuple[str, ...] = (
+        (f"where the other {unseen} rank(s) stood: their launcher saw no stall",) if unseen > 0 else ()
+    )
     if (stuck or gone) and (waits or len(stands) == 1):
         named = [*stuck, *gone]
         return _finding(named, waits, how, _did_not_arrive(named), True, lacking, restarted)

@@ -145,8 +145,8 @@ def asked_until(running: Job, code: str) -> list[dict[str, Any]]:
 
 
 def late(running: Job, stopped_s: float) -> list[str]:
-    """T is the run's own: on a loaded machine 20 slow steps are more than the floor. From when on `tdbg` can say it, the
-    rows tell; how long it takes to say it, is its own run time."""
+    """T is the run's own: on a loaded machine 20 slow steps are more than the floor. The rows tell from when on `tdbg`
+    can say it."""
     sql = "SELECT min(time_ns), max_by(limit_ns, -time_ns) FROM stall WHERE event = 'stall'"
     ((noticed_ns, limit_ns),) = said(running, "sql", sql, "--json")["rows"]
     after_s, limit_s = (noticed_ns or 0) / 1e9 - stopped_s, (limit_ns or 0) / 1e9

@@ -129,7 +129,7 @@ def test_slow_steps_and_long_pauses_make_the_limit_longer(node: Callable[..., No
     n.step(4, 25.0)
     for step in range(5, 300):
         n.step(step, 1.0)
-    assert 70 <= n.stalls.limit_s() <= 80  # 3 x 25 s; one step of 25 s in 300 is no pace
+    assert 70 <= n.stalls.limit_s() <= 80  # 3 x 25 s; one step of 25 s is no pace
 
 
 def test_before_the_second_step_there_is_ten_times_the_patience(node: Callable[..., Node]) -> None:
