@@ -9,6 +9,8 @@ Blind to  a halt shorter than the limit that torch's own timeout did not end; an
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..detector import RunFacts
@@ -73,6 +75,8 @@ LEFT JOIN orderly o ON o.rank = w.rank AND o.attempt = w.attempt
 ORDER BY w.attempt, w.rank
 """
 
+# Ranks that never came together have waited for nobody's step.
+CONNECTING = re.compile(r"connectfullmesh|connection refused|failed to connect|rendezvous", re.IGNORECASE)
 NOBODY_KNOWS = "which of them is right: without a majority that can't be said"
 ELSEWHERE = "whether the transport or a device failed, or a rank that was not seen is late"
 
@@ -104,9 +108,9 @@ def _attempt(rows: Sequence[Row], run: RunFacts, restarted: bool) -> Finding | A
     noticed = max((r.noticed_ns for r in stalled), default=0)
     if any(_failed(r) and not _weak(r) and (not stalled or _end(r) < noticed) for r in rows):
         return None  # a rank that fails of itself takes the others with it
-    if stalled and not all(r.exit_code == 0 for r in stalled):
+    if stalled and run.status != "finished" and not all(r.exit_code == 0 for r in stalled):
         return _stalled(rows, stalled, run, restarted)
-    if any(_weak(r) and TIMED_OUT.search(r.message) for r in rows):
+    if any(_weak(r) and TIMED_OUT.search(r.message) and not CONNECTING.search(r.message) for r in rows):
         return _timed_out(rows, run, restarted)
     return None
 
@@ -119,8 +123,10 @@ def _failed(row: Row) -> bool:
 
 
 def _weak(row: Row) -> bool:
-    """Failed as a rank does whose peer is gone or late."""
-    return bool(row.type) and (row.type in COMMUNICATION_TYPES or bool(COMMUNICATION.search(row.message)))
+    """Failed as a rank does whose peer is gone or late; the communication library's own watchdog aborts."""
+    if not row.type:
+        return row.exit_code == -signal.SIGABRT
+    return row.type in COMMUNICATION_TYPES or bool(COMMUNICATION.search(row.message))
 
 
 def _end(row: Row) -> int:
