@@ -94,13 +94,21 @@ def what_sets_apart(rows: Sequence[RankRow], incidents: Sequence[Incident], read
     for row in rows:
         named = [i for i in incidents if row.rank in i.finding.ranks]
         named.sort(key=lambda i: SEVERITIES.index(i.finding.severity))
-        notes = list(dict.fromkeys(i.reason_code for i in named if i.finding.severity != "note"))
+        notes = list(dict.fromkeys(_word(i) for i in named if i.finding.severity != "note"))
         lag = behind - row.steps
         # one step apart is how ranks look when read at one moment
         if row.pid is not None and lag >= 2 and lag * (row.step_ns or reading_ns) >= reading_ns:
             notes.append(f"{lag} steps behind")
         notes += _ratio("memory", row.rss_bytes, memory) + _ratio("step time", row.step_ns, time)
         yield replace(row, apart=", ".join([*filter(None, [row.apart]), *notes]))
+
+
+def _word(incident: Incident) -> str:
+    """The reason code; of a rank that hangs also where it is stuck."""
+    where = (
+        f" stuck in {incident.finding.subject}" if incident.reason_code == "HANG" and incident.finding.subject else ""
+    )
+    return incident.reason_code + where
 
 
 def _median(rows: Sequence[RankRow], value: Callable[[RankRow], float | None]) -> float | None:

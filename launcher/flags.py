@@ -22,6 +22,8 @@ _FALSE = ("", "0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 FEWEST_SAMPLE_SECONDS = 0.1  # one sample takes 1 to 3 ms: at 10 a second still about 1-3 % of one core
 
+FEWEST_STALL_SECONDS = 3.0  # progress is looked for once a second, and three stacks are taken before it is a stall
+
 
 @dataclass(frozen=True)
 class Option:
@@ -42,6 +44,8 @@ OPTIONS = (
     Option("--tdbg-budget", contract.BUDGET, "PERCENT|off",
            f"cost per step to stay under afterwards (default {contract.DEFAULT_BUDGET_PERCENT})"),
     Option("--tdbg-sample-seconds", contract.SAMPLE_SECONDS, "S", "time between samples of the machine (default 1)"),
+    Option("--tdbg-stall-seconds", contract.STALL_SECONDS, "S",
+           f"least time without any progress that is called a stall (default {contract.DEFAULT_STALL_SECONDS:.0f})"),
     Option("--tdbg-run-name", contract.RUN_NAME, "NAME", "the run's id (default: time, script and a random part)"),
     Option("--tdbg-exec", "", "", "then -- and any launcher's command: run that instead of torchrun"),
     Option("--tdbg-help", "", "", "show these options and exit"),
@@ -70,6 +74,7 @@ class Settings:
     budget: float | str
     sample_seconds: float
     run_name: str
+    stall_seconds: float = contract.DEFAULT_STALL_SECONDS
 
 
 def take(argv: Sequence[str], torchrun_parser: Callable[[], ArgumentParser]) -> CommandLine:
@@ -145,6 +150,7 @@ def read_settings(env: Mapping[str, str]) -> Settings:
         budget=_budget(env),
         sample_seconds=_sample_seconds(env),
         run_name=_run_name(env),
+        stall_seconds=_stall_seconds(env),
     )
 
 
@@ -181,6 +187,13 @@ def _sample_seconds(env: Mapping[str, str]) -> float:
     value = env.get(contract.SAMPLE_SECONDS, "").strip() or "1"
     if not FEWEST_SAMPLE_SECONDS <= _number(value) < math.inf:
         raise _wrong(contract.SAMPLE_SECONDS, value, f"a number of seconds, {FEWEST_SAMPLE_SECONDS} or more")
+    return float(value)
+
+
+def _stall_seconds(env: Mapping[str, str]) -> float:
+    value = env.get(contract.STALL_SECONDS, "").strip() or str(contract.DEFAULT_STALL_SECONDS)
+    if not FEWEST_STALL_SECONDS <= _number(value) < math.inf:
+        raise _wrong(contract.STALL_SECONDS, value, f"a number of seconds, {FEWEST_STALL_SECONDS:.0f} or more")
     return float(value)
 
 

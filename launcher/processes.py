@@ -85,6 +85,15 @@ class RankProcesses:
             alive = [f for f in self._of(p) if f.pid == p.pid or runs(f.pid)]
             yield p, alive[-1].pid if alive else p.pid, self.last_step(p.rank, p.attempt)
 
+    def recording(self) -> list[Folder]:
+        """The folders of the processes that record now, the newest of each rank. May be called from any thread."""
+        folders = list(self._folders.values())
+        found = {}
+        for p in self._deaths.running():
+            alive = [f for f in folders if (f.rank, f.attempt) == (p.rank, p.attempt) and runs(f.pid)]
+            found.update({p.rank: alive[-1]} if alive else {})
+        return list(found.values())
+
     def _of(self, p: Process) -> list[Folder]:
         return [f for f in self._folders.values() if (f.rank, f.attempt) == (p.rank, p.attempt)]
 

@@ -58,6 +58,7 @@ class Recording:
         self.supervisor = Supervisor(
             self.run, job.node, self.node_file, self.run_file, recorder,
             make_sampler=lambda s: self._sampler(recorder, job.node, settings, s),
+            stall_seconds=settings.stall_seconds,
         )  # fmt: skip
         self.watch = programs.start_watch(self.run, self._reader_env, say) if settings.live and job.node == 0 else None
         environment.apply(

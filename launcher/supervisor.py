@@ -14,15 +14,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tdbg.rankagent import contract
 from tdbg.rankagent.nodetables import EXIT, SAMPLER_NOTE
 from tdbg.rankagent.record import Recorder
 
 from .deaths import Deaths, Process
-from .guard import guarded
+from .guard import describe, guarded
+from .node.process import Tree
 from .processes import RankProcesses
 from .revision import revision
 from .rundir import JsonFile
 from .sampling import Sampler, Target
+from .stalls import Stalls
 from .torchelastic import Group
 
 HEARTBEAT_SECONDS = 1.0
@@ -39,14 +42,16 @@ class Supervisor:
     def __init__(
         self, run: Path, node: int, node_file: JsonFile, run_file: JsonFile | None, recorder: Recorder,
         make_sampler: Callable[[Supervisor], Sampler], clock: Callable[[], float] = time.monotonic,
-        now_ns: Callable[[], int] = time.time_ns,
+        now_ns: Callable[[], int] = time.time_ns, stall_seconds: float = contract.DEFAULT_STALL_SECONDS,
     ) -> None:  # fmt: skip
         self._node, self._node_file, self._run_file, self._recorder = node, node_file, run_file, recorder
         self._make_sampler, self._clock, self._now_ns = make_sampler, clock, now_ns
         self._sampler: Sampler | None = None
         self.deaths = Deaths(on_death=lambda: self._wake.set(), now_ns=now_ns)
         self.ranks = RankProcesses(run, self.deaths)
+        self._stalls = Stalls(node, recorder, stall_seconds, Tree().below, clock, now_ns)
         self._groups: deque[Group] = deque()
+        self._late_notes: deque[str] = deque()  # of the main thread's: rows are written by ours
         self._wake, self._busy, self._ending = threading.Event(), threading.Lock(), threading.Event()
         self._sample_due = self._heartbeat_due = 0.0
         self._oom_kills: deque[tuple[int, int]] = deque(maxlen=128)
@@ -63,7 +68,12 @@ class Supervisor:
         self._wake.set()
 
     def stopping(self, ended: Mapping[int, int]) -> None:
-        self.deaths.stopping(ended)
+        try:
+            self._stalls.stopping([f for f in self.ranks.recording() if f.pid not in ended])
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:  # never torchelastic's own
+            self._late_notes.append(describe(e))
+        finally:
+            self.deaths.stopping(ended)
 
     def stopped(self, codes: Mapping[int, int]) -> None:
         self.deaths.codes(codes)
@@ -130,6 +140,7 @@ class Supervisor:
         self._guard("supervisor", self._note_groups)
         self._guard("supervisor", self._look)
         self._guard("supervisor", self._note_deaths)
+        self._guard("stalls", self._watch_progress)
         if self._clock() >= self._sample_due:
             self._guard("host", self._sample)
         self._guard("seal", self._seal)
@@ -141,6 +152,7 @@ class Supervisor:
         self._guard("supervisor", self._note_groups)
         self._guard("supervisor", self._look, True)
         self._guard("supervisor", self._note_deaths, True)
+        self._guard("stalls", self._stalls.write)
         if self._sampler is not None:
             self._guard("gpu", self._sampler.close)
         self._guard("seal", self._seal)
@@ -160,6 +172,12 @@ class Supervisor:
     def _look(self, now: bool = False) -> None:
         for p in self.ranks.look(now):
             self._enter(p.attempt, self._now_ns(), {p.rank: p.pid})
+
+    def _watch_progress(self) -> None:
+        while self._late_notes:
+            self.note("stalls", self._late_notes.popleft())
+        self._stalls.write()
+        self._stalls.look(self.ranks.recording())
 
     def _enter(self, attempt: int, started_ns: int, pids: Mapping[int, int]) -> None:
         ranks = {str(r): {"pid": p, "exit_code": None, "ended_ns": None} for r, p in sorted(pids.items())}

@@ -76,11 +76,14 @@ def observe(listener: Listener) -> tuple[Callable[[], None], str]:
 
     @wraps(close)
     def observed_close(self: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.stopping(exit_codes(self))
         try:
-            return close(self, *args, **kwargs)
-        finally:
-            listener.stopped(exit_codes(self))
+            listener.stopping(exit_codes(self))
+        finally:  # a signal that arrives in there is an exception: the ranks are stopped all the same
+            try:
+                result = close(self, *args, **kwargs)
+            finally:
+                listener.stopped(exit_codes(self))
+        return result
 
     PContext.start, PContext.close = observed_start, observed_close  # type: ignore[method-assign]
 

@@ -171,6 +171,12 @@ class Agent:
             guard.attempt(off, fn, *args)
         self.spent_ns += now_ns() - started
 
+    def enter(self, phase: str) -> None:
+        """Training is in another phase: for a failure's row, and for the launcher, which sees it while it lasts."""
+        self.phase = phase
+        if self.live:
+            self.recorder.enter(phase)
+
     def look_at_batches(self, emit: Emit, scan: Callable[[Any], Any], handed: Callable[[Any, Place], None]) -> None:
         """Each batch that a loader fetched goes through `scan`; when training gets it, `handed` has what that gave."""
         self._looks.append((functools.partial(emit.guarded, scan), functools.partial(emit.guarded, handed)))
@@ -184,10 +190,12 @@ class Agent:
 
     def install(self) -> None:
         """Load the torch hooks and every probe of the folder; one that fails is left out and said so."""
-        from . import hooks
+        from . import hooks, stacks
         from .probes.failure import PROBE
 
         self._undos.append(hooks.install(self))
+        undo = guard.attempt(self.switch_off("stacks"), stacks.install, self)
+        self._undos += [undo] if undo is not None else []
         for info in sorted(pkgutil.iter_modules(probes.__path__), key=lambda i: i.name):
             undo = guard.attempt(self.switch_off(info.name), self._load_probe, info.name)
             if undo is not None:
@@ -234,7 +242,7 @@ class Agent:
         guard.attempt(self._disagree, self.governor.review, step, self.role.rank, *self._agreement())
         self.watching = self.governor.watched(step + 1)
         self.recorder.update_state(step, time.time_ns())
-        self.phase = "other"
+        self.enter("other")
 
     def _agreement(self) -> tuple[Any, Any]:
         """How ranks agree on the cadence: (publish, look up) in the job's store; (None, None) for a single rank."""

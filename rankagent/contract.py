@@ -9,6 +9,7 @@ Everything here is standard library only: a rank reads it before torch is import
         state                                 one page: last step, drops, closed or not (`record.State`)
         00000.rec, 00001.rec …                frames (`record`); removed once sealed
         sealed.json                           frame counts of the segments sealed so far
+        stacks                                Python stacks that the launcher asked for (`stacks`)
       records/node-00000.0.999/               the same format, written by the node's launcher
       tables/TABLE/rank=00003/part-0-12345-00000.parquet    sealed rows: attempt, pid, segment
       tables/TABLE/node=00000/part-…           the launcher's
@@ -30,18 +31,22 @@ WATCH_STEPS = "TDBG_WATCH_STEPS"
 BUDGET = "TDBG_BUDGET"
 SAMPLE_SECONDS = "TDBG_SAMPLE_SECONDS"
 RUN_NAME = "TDBG_RUN_NAME"
+STALL_SECONDS = "TDBG_STALL_SECONDS"
 
 RUN_DIR = "TDBG_RUN"  # absolute path of the run folder; its presence is the gate of both injection doors
 BOOT = "TDBG_BOOT"  # absolute path of rankagent/boot.py, read by the .pth door
 NODE = "TDBG_NODE"  # index of the node, 0 for a single one
 CLAIM = "TDBG_CLAIM"  # pid of the process that claimed the rank; its children find another pid there
 
-SETTINGS = (STORE, LIVE, OFF, WATCH_STEPS, BUDGET, SAMPLE_SECONDS, RUN_NAME)
+SETTINGS = (STORE, LIVE, OFF, WATCH_STEPS, BUDGET, SAMPLE_SECONDS, STALL_SECONDS, RUN_NAME)
 INTERNAL = (RUN_DIR, BOOT, NODE, CLAIM)
 
 DEFAULT_STORE = "tdbg_runs"
 DEFAULT_WATCH_STEPS = 100
 DEFAULT_BUDGET_PERCENT = 0.5
+DEFAULT_STALL_SECONDS = 30.0
+
+STACKS = "stacks"  # file of a process's record folder
 
 _PROCESS = re.compile(r"^(rank|node)-(\d+)\.(\d+)\.(\d+)$")
 _WRITER = re.compile(r"^(rank|node)=(\d+)$")

@@ -105,7 +105,7 @@ class Hooks:
         root = tensors if isinstance(tensors, agent.torch.Tensor) else next(iter(tensors), None)
         if agent.backwards and not agent.catalogue.optimizers():
             agent.close_step(inferred=True)  # nobody steps a torch optimizer: the next backward ends the step
-        agent.phase = "backward"
+        agent.enter("backward")
         agent.fire("backward_begin", root)
         if agent.watching and root is not None and getattr(root, "requires_grad", False):
             self._handle = root.register_hook(self._queue_local)
@@ -131,7 +131,7 @@ class Hooks:
         agent.fire("backward_end", whole)
         agent.backwards += 1
         agent.backwards_total += 1
-        agent.phase = "other"
+        agent.enter("other")
         if self._inner:
             inner, self._inner = self._inner, set()
             agent.window.stepped += sorted(inner)
@@ -169,7 +169,7 @@ class Hooks:
             return None
         if agent.window.about_to_step(number):
             agent.close_step()
-        agent.phase = "optimizer"
+        agent.enter("optimizer")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             agent.fire("before_update", optimizer, number)
@@ -270,7 +270,7 @@ class Forward:
     def begin(self, module: Any, args: Any, kwargs: Any) -> None:
         agent = self._hooks.agent
         if self._hooks.active() and agent.torch.is_grad_enabled():
-            agent.phase = "forward"
+            agent.enter("forward")
             agent.fire("forward_begin", module, args, kwargs)
             self._began = now_ns()
 
@@ -279,5 +279,5 @@ class Forward:
         if self._began and self._hooks.active():
             agent.add_phase("forward", now_ns() - self._began)
             self._began = 0
-            agent.phase = "other"
+            agent.enter("other")
             agent.fire("forward_end")

@@ -75,4 +75,33 @@ SAMPLER_NOTE = Table("node_note", (
     Column("text", "text", "", "what could not be observed, and why"),
 ), "what the launcher could not observe")  # fmt: skip
 
-TABLES = (HOST, PROC, GPU, GPU_PROC, EXIT, SAMPLER_NOTE)
+STALL = Table("stall", (
+    Column("node", "int32", "", "index of the node"),
+    Column("stall", "int32", "", "stall of this node and attempt, from 1"),
+    Column("look", "int32", "", "look at this stall, from 1: it is looked at again while it lasts"),
+    Column("of_pid", "int64", "", "the rank's recording process"),
+    Column("limit_ns", "int64", "ns", "how long nothing had to happen for this to be a stall"),
+    Column("since_ns", "int64", "ns", "wall clock of the last progress of any rank of this node"),
+    Column("quiet_ns", "int64", "ns", "time without any progress of this node's ranks"),
+    Column("phase_since_ns", "int64", "ns", "wall clock when the rank entered its phase; 0 unknown"),
+    Column("window_ns", "int64", "ns", "time from the first sample of this look to the last; 0 for one sample"),
+    Column("busy_ns", "int64", "ns", "CPU time of the process in the window, and time that its main thread waited for a core"),
+    Column("below_ns", "int64", "ns", "CPU time of the processes below it in the window"),
+    Column("io_bytes", "int64", "B", "read and written by system calls of the process and those below it in the window; -1 unknown"),
+    Column("samples", "int32", "", "stacks that it gave"),
+    Column("device", "bool", "", "it holds an accelerator open, so that it may wait for it by spinning"),
+    Column("closed", "bool", "", "its program had come to its end"),
+    Column("event", "text", "", "stall; resumed: training went on; stopping: the launcher was about to stop the ranks"),
+    Column("phase", "text", "", "data, forward, backward, optimizer, save, load, other; empty before the first"),
+    Column("state", "text", "", "state of its main thread: R runs, S sleeps, D waits for a disk, T stopped; empty unknown"),
+), "one row per rank and look at a job that makes no progress; `step` is the last step that the rank had completed")  # fmt: skip
+
+STACK = Table("stack", (
+    Column("node", "int32", "", "index of the node"),
+    Column("stall", "int32", "", "see stall"),
+    Column("look", "int32", "", "see stall"),
+    Column("sample", "int32", "", "from 1 within the look"),
+    Column("frames", "text", "", "Python stack of the training thread, outermost first, one 'file:line function' a line"),
+), "one row per stack that a rank gave when asked")  # fmt: skip
+
+TABLES = (HOST, PROC, GPU, GPU_PROC, EXIT, SAMPLER_NOTE, STALL, STACK)

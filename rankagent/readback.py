@@ -12,7 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from . import contract
-from .record import CODES, FRAME, HEADER, HEADER_BYTES, MAGIC, STATE, VAR, State, padded
+from .record import (
+    ASKING,
+    ASKING_AT,
+    CODES,
+    FRAME,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    POSITION,
+    POSITION_AT,
+    STATE,
+    VAR,
+    State,
+    padded,
+)
 from .tables import Table
 
 
@@ -118,13 +132,18 @@ def read_state(folder: Path) -> State | None:
     """The state page of a process's folder; None when it is absent, short or foreign."""
     try:
         with open(folder / "state", "rb") as f:
-            raw = f.read(STATE.size)
-        magic, fmt, rank, attempt, pid, start, step, beat, rows, dropped, disabled, since, closed = STATE.unpack(raw)
+            raw = f.read(ASKING_AT + ASKING.size)
+        magic, fmt, rank, attempt, pid, start, step, beat, rows, dropped, disabled, _, closed = STATE.unpack_from(raw)
     except (OSError, struct.error):
         return None
     if magic != MAGIC or fmt > contract.FORMAT:
         return None
-    return State(rank, attempt, pid, start, step, beat, rows, dropped, disabled, since, closed)
+    entered, since, phase, signal, fd, thread = 0, 0, b"", 0, -1, 0
+    if len(raw) >= ASKING_AT + ASKING.size:
+        entered, since, phase = POSITION.unpack_from(raw, POSITION_AT)
+        signal, fd, thread = ASKING.unpack_from(raw, ASKING_AT)
+    return State(rank, attempt, pid, start, step, beat, rows, dropped, disabled, since, closed,
+                 phase.rstrip(b"\0").decode("utf-8", "replace"), entered, signal, fd, thread)  # fmt: skip
 
 
 def segments(folder: Path) -> list[Path]:

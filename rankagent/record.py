@@ -39,6 +39,11 @@ RETRY_ROWS = 1024  # after a segment could not be had, this many rows are droppe
 
 STATE = struct.Struct("<8sIiiqqqqqqqqi")
 STATE_BYTES = 4096
+# Two more parts of the state page; an older writer left zeros there.
+POSITION = struct.Struct("<qq16s")  # phases entered so far, wall clock of the last change, phase
+POSITION_AT = 512
+ASKING = struct.Struct("<iiq")  # how to get the Python stack of training (`stacks`): signal, file descriptor, thread
+ASKING_AT = 576
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class State:
     disabled: int
     phase_since_ns: int
     closed: int
+    phase: str = ""
+    entered: int = 0  # phases entered so far: it grows while steps take long
+    signal: int = 0  # that makes the training thread write its stack; 0 for none
+    stacks_fd: int = -1  # where it writes it
+    thread: int = 0  # the training thread, by the kernel's number
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Recorder:
         self._state = _map_file(os.path.join(self.folder, "state"), STATE_BYTES)
         self._map = self._state  # until the first row asks for a segment
         self._size = 0
-        self._at = self._segment = self._seq = self._dropped = self._wait = self._disabled = 0
+        self._at = self._segment = self._seq = self._dropped = self._wait = self._disabled = self._entered = 0
         self._described: set[int] = set()
         self._layouts: dict[str, _Layout] = {}
         self.update_state(0, 0)
@@ -120,11 +130,19 @@ class Recorder:
             self._dropped += 1
             return False
 
-    def update_state(self, step: int, heartbeat_ns: int, closed: int = 0, phase_since_ns: int = 0) -> None:
+    def update_state(self, step: int, heartbeat_ns: int, closed: int = 0) -> None:
         """Refresh the state page: 0.6 us, once a step."""
         STATE.pack_into(self._state, 0, MAGIC, contract.FORMAT, self.rank, self.attempt, self.pid, self._start_ns,
-                         step, heartbeat_ns, self._seq, self._dropped, self._disabled,
-                         phase_since_ns, closed)  # fmt: skip
+                         step, heartbeat_ns, self._seq, self._dropped, self._disabled, 0, closed)  # fmt: skip
+
+    def enter(self, phase: str) -> None:
+        """Say where training is from now on: 0.5 us. `other` is no work of its own and does not count as progress."""
+        self._entered += phase != "other"
+        POSITION.pack_into(self._state, POSITION_AT, self._entered, time.time_ns(), phase.encode())
+
+    def answers_to(self, signal: int, fd: int, thread: int) -> None:
+        """Say which signal makes the training thread write its stack, and where to."""
+        ASKING.pack_into(self._state, ASKING_AT, signal, fd, thread)
 
     def disable(self) -> None:
         """Count one probe that switched itself off; the reader then knows that the recording is incomplete."""

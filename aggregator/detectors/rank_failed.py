@@ -58,6 +58,8 @@ COMMUNICATION = re.compile(
     r"peer.{0,20}(closed|unreachable|exited)",
     re.IGNORECASE,
 )
+# Of these, what it reports when its peer is late rather than gone.
+TIMED_OUT = re.compile(r"timed out|time-?out|watchdog caught", re.IGNORECASE)
 COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError",
                                  "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"})  # fmt: skip
 INTERRUPTS = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .procfs import kib_table, read_text
 TREE_SHARE = 0.002  # of one core that walking all processes may take; a busy login node has thousands
 TREE_SECONDS = 1.0  # workers come and go with epochs, not faster
 _TICKS = os.sysconf("SC_CLK_TCK")
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")  # as they are opened by CUDA, ROCm, and graphics drivers
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,45 @@ class Tree:
             now = self._clock()
             self._due = now + max(TREE_SECONDS, (now - start) / TREE_SHARE)
         return below(pid, self._parents)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a process and those below it have used so far. `busy_ns` counts waiting for a core as well."""
+
+    busy_ns: int = 0
+    below_ns: int = 0
+    io_bytes: int = -1
+    state: str = ""
+
+    def since(self, before: Work) -> Work:
+        """What was used between two looks. A worker that ended in between takes its share with it."""
+        known = self.io_bytes >= 0 and before.io_bytes >= 0
+        return Work(max(0, self.busy_ns - before.busy_ns), max(0, self.below_ns - before.below_ns),
+                    max(0, self.io_bytes - before.io_bytes) if known else -1, self.state)  # fmt: skip
+
+
+def work(pid: int, workers: Iterable[int], root: Path = Path("/")) -> Work:
+    """Look at a process and those below it."""
+    workers = list(workers)
+    stat = read_text(root / "proc" / str(pid) / "stat")
+    waited = read_text(root / "proc" / str(pid) / "schedstat").split()  # of the main thread: on a core, waiting for one
+    own = cpu_seconds(stat) * 1e9 + (int(waited[1]) if len(waited) > 1 else 0)
+    below_s = sum(cpu_seconds(read_text(root / "proc" / str(w) / "stat")) for w in workers)
+    moved = [_io_bytes(p, root) for p in (pid, *workers)]
+    io_bytes = sum(m for m in moved if m > 0) if moved[0] >= 0 else -1
+    return Work(int(own), int(below_s * 1e9), io_bytes, stat.rpartition(")")[2].strip()[:1])
+
+
+def _io_bytes(pid: int, root: Path) -> int:
+    counted = kib_table(read_text(root / "proc" / str(pid) / "io"))
+    return counted["rchar"] + counted.get("wchar", 0) if "rchar" in counted else -1
+
+
+def holds_device(pid: int) -> bool:
+    """Whether the process has an accelerator open."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{fd}").startswith(DEVICES) for fd in os.listdir(folder))
+    except OSError:
+        return False

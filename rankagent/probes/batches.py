@@ -174,16 +174,17 @@ def install(emit: Emit) -> Undo:
         def __next__(iterator: Any) -> Any:
             if not agent.live:
                 return original(iterator)
-            agent.phase, started = "data", now_ns()
+            agent.enter("data")
+            started = now_ns()
             try:
                 data = original(iterator)
             except BaseException as e:
                 emit.guarded(took, iterator, None, started, now_ns(), type(e).__name__)
                 if isinstance(e, StopIteration):
-                    agent.phase = "other"
+                    agent.enter("other")
                 raise
             emit.guarded(took, iterator, data, started, now_ns(), "")
-            agent.phase = "other"
+            agent.enter("other")
             return data
 
         return __next__

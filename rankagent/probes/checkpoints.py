@@ -114,11 +114,13 @@ def install(emit: Emit) -> Undo:
                 if inside or not agent.live or threading.get_ident() != agent.thread:
                     return original(*args, **kwargs)
                 inside.append(name)
-                started = now_ns()
+                started, before = now_ns(), agent.phase
+                agent.enter(event)
                 try:
                     result = original(*args, **kwargs)
                 finally:
                     inside.pop()
+                agent.enter(before)
                 emit.guarded(note_file, event, name, now_ns() - started, of, args, kwargs, result)
                 return result
 

@@ -97,6 +97,32 @@ def dead(rows: Rows) -> None:
                      tensors=[0])  # fmt: skip
 
 
+REDUCING = (
+    "train.py:30 main\n/v/site-packages/torch/_tensor.py:9 backward\n/v/site-packages/torch/autograd/graph.py:8 run"
+)
+
+
+def halted(rows: Rows) -> None:
+    """In step 9 rank 2 waits for a file that never comes, the others for its gradients, until somebody ends the job."""
+    rows.connection.execute("DELETE FROM step WHERE step > 8")
+    rows.connection.execute("DELETE FROM event WHERE kind = 'end'")
+    rows.connection.execute("UPDATE exit SET exit_code = -15, stopped_by_launcher = TRUE, step = 8, ended_ns = 10**15")
+    for (rank,) in rows.connection.execute("SELECT DISTINCT rank FROM step ORDER BY 1").fetchall():
+        stalled(rows, rank, "train.py:20 wait_for" if rank == 2 else REDUCING, step=8)
+
+
+def stalled(rows: Rows, rank: int, *stacks: str, **values: Any) -> None:
+    """A look at a stall of 31 s: three samples over four seconds in which the rank did next to nothing."""
+    stacks = stacks * 3 if len(stacks) == 1 else stacks
+    row = {"rank": rank, "pid": 999, "stall": 1, "look": 1, "of_pid": 100 + rank, "limit_ns": 30 * 10**9,
+           "quiet_ns": 31 * 10**9, "window_ns": 4 * 10**9, "busy_ns": 10**7, "io_bytes": 100, "samples": len(stacks),
+           "event": "stall", "phase": "other", "state": "S"} | values  # fmt: skip
+    rows.add("stall", **row)
+    me = {k: row[k] for k in ("node", "rank", "pid", "stall", "look", "step", "attempt") if k in row}
+    for sample, frames in enumerate(stacks, start=1):
+        rows.add("stack", **me, sample=sample, frames=frames)
+
+
 CHANGED = "[digest[1], 999, digest[3], digest[4]]"  # the second tensor's bits are others
 
 PLANTS: dict[str, Plant] = {
@@ -249,6 +275,7 @@ PLANTS: dict[str, Plant] = {
             "DELETE FROM step WHERE step > 9 OR (step > 8 AND rank = 2)", "DELETE FROM event WHERE kind = 'end'"),
         (2,), 9, {"status": "failed"},
     ),
+    "HANG": Plant(halted, (2,), 9, {"status": "killed"}),
     "OOM_PRECURSOR": Plant(
         sql("UPDATE memory SET limit_as_bytes = 10000000000",
             "UPDATE memory SET vms_bytes = vms_bytes + step * 200000000 WHERE rank = 2"),

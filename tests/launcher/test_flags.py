@@ -25,6 +25,7 @@ def test_the_list_of_flags_and_variables_is_frozen() -> None:
         "--tdbg-watch-steps": "TDBG_WATCH_STEPS",
         "--tdbg-budget": "TDBG_BUDGET",
         "--tdbg-sample-seconds": "TDBG_SAMPLE_SECONDS",
+        "--tdbg-stall-seconds": "TDBG_STALL_SECONDS",
         "--tdbg-run-name": "TDBG_RUN_NAME",
         "--tdbg-exec": "",
         "--tdbg-help": "",
