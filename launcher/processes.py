@@ -85,6 +85,10 @@ class RankProcesses:
             alive = [f for f in self._of(p) if f.pid == p.pid or runs(f.pid)]
             yield p, alive[-1].pid if alive else p.pid, self.last_step(p.rank, p.attempt)
 
+    def folders(self, p: Process) -> list[Path]:
+        """The record folders of this rank in this attempt."""
+        return [f.path for f in self._of(p)]
+
     def _of(self, p: Process) -> list[Folder]:
         return [f for f in self._folders.values() if (f.rank, f.attempt) == (p.rank, p.attempt)]
 

@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tdbg.rankagent import contract
 from tdbg.rankagent.nodetables import EXIT, SAMPLER_NOTE
 from tdbg.rankagent.record import Recorder
 
+from . import flights
 from .deaths import Deaths, Process
 from .guard import guarded
 from .processes import RankProcesses
@@ -41,7 +43,8 @@ class Supervisor:
         make_sampler: Callable[[Supervisor], Sampler], clock: Callable[[], float] = time.monotonic,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:  # fmt: skip
-        self._node, self._node_file, self._run_file, self._recorder = node, node_file, run_file, recorder
+        self._run, self._node, self._node_file, self._run_file = run, node, node_file, run_file
+        self._recorder = recorder
         self._make_sampler, self._clock, self._now_ns = make_sampler, clock, now_ns
         self._sampler: Sampler | None = None
         self.deaths = Deaths(on_death=lambda: self._wake.set(), now_ns=now_ns)
@@ -64,6 +67,12 @@ class Supervisor:
 
     def stopping(self, ended: Mapping[int, int]) -> None:
         self.deaths.stopping(ended)
+        guarded(lambda text: None, self._ask_who_is_left)  # no note: the recorder is the watching thread's
+
+    def _ask_who_is_left(self) -> None:
+        """The job failed or is told to stop: ranks that are stuck in a collective tell which they issued last."""
+        left = (contract.process_dir(self._run, "rank", p.rank, p.attempt, p.pid) for p in self.deaths.running())
+        flights.wait(flights.ask(left))
 
     def stopped(self, codes: Mapping[int, int]) -> None:
         self.deaths.codes(codes)
@@ -176,11 +185,17 @@ class Supervisor:
             self._recorder.attempt = p.attempt
             row = (self._node, p.pid, p.exit_code, p.ended_ns, p.stopped, self._new_oom_kills(p.ended_ns))
             self._recorder.write(EXIT, self.ranks.last_step(p.rank, p.attempt), row, rank=p.rank)
+            self._guard("flights", self._take_last_words, p)
             for attempt in self._node_file.values["attempts"]:
                 entry = attempt["ranks"].get(str(p.rank))
                 if entry is not None and entry["pid"] == p.pid:
                     entry.update(exit_code=p.exit_code, ended_ns=p.ended_ns, stopped_by_launcher=p.stopped)
             self._heartbeat_due = 0.0
+
+    def _take_last_words(self, p: Process) -> None:
+        for folder in self.ranks.folders(p):
+            flights.take(folder, self._recorder, p.rank, p.attempt)
+            flights.forget(folder)
 
     def _new_oom_kills(self, ended_ns: int) -> int:
         """OOM kills in the cgroup since the last sample that surely came before this death."""
