@@ -72,6 +72,7 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     position: int = 0
+    told: bool = False  # a row has its ranks
     first: int = 0
     count: int = 0
     digest: int = 0
@@ -80,7 +81,7 @@ class Group:
 
     @property
     def listed(self) -> tuple[int, ...]:
-        return self.ranks if len(self.ranks) <= LISTED_RANKS or self.position <= 1 else ()
+        return self.ranks if len(self.ranks) <= LISTED_RANKS or not self.told else ()
 
     def add(self, kind: str, place: str) -> None:
         """A call without a row of its own."""
@@ -164,6 +165,7 @@ class Calls:
         self.recent.append(call)
         if written:
             self._rows += 1
+            group.told = True
             self.emit(COLLECTIVE, call.fixed, call.variable)
         else:
             group.add(f"{shape.op}|{signature}|{root}", f"{site}|{callers}")
@@ -239,12 +241,15 @@ class Calls:
         places = sites_of(found, list(self.recent))
         ends = [at for at, _ in self._steps]
         numbers = [step for _, step in self._steps]
-        rows = []
+        rows, told = [], set[str]()
         for entry, (site, callers) in zip(found, places, strict=True):
+            listed = ranks.get(entry.group, ())
+            listed = () if len(listed) > LISTED_RANKS and entry.group in told else listed
+            told.add(entry.group)
             over = bisect_right(ends, entry.created_ns)  # steps that were over by then
             step = numbers[over - 1] + 1 if over else max(numbers[0], 1) if numbers else self.agent.window.step
-            rows.append(Call(step, entry.created_ns, entry.position, -1, entry.group, ranks.get(entry.group, ()),
-                             entry.op, entry.signature, site, callers, source="recorder"))  # fmt: skip
+            rows.append(Call(step, entry.created_ns, entry.position, -1, entry.group, listed, entry.op,
+                             entry.signature, site, callers, source="recorder"))  # fmt: skip
         return rows
 
     def answer(self) -> None:
