@@ -2,7 +2,7 @@
 
 Only what every backend needs to be equal goes in, so that what may differ never looks like a fault: the number of
 elements and not the shape; of an all-gather or reduce-scatter over lists the list that all ranks share (NCCL takes
-parts of unequal size there); of an all-to-all no size; of gather and scatter sizes on the host only (NCCL sends parts
+parts of unequal size there), and on the host a rank's own part too; of an all-to-all no size; of gather and scatter sizes on the host only (NCCL sends parts
 of any size). `reduce`'s output, the lists of a root and the payload of a peer are left out.
 """
 
@@ -25,6 +25,7 @@ class Shape:
     argument: int = 0
     sizes: str = "all"  # all, host (only of tensors on the host), none
     rooted: bool = False
+    own: int = -1  # argument that holds this rank's part, whose size counts on the host, where gloo wants them equal
 
 
 # torch 2.4 to 2.14; a method that a version lacks is left out. send and recv pair two ranks and move no group's order.
@@ -33,17 +34,17 @@ METHODS: Mapping[str, Shape] = {
     "allreduce_coalesced": Shape("all_reduce_coalesced"),
     "broadcast": Shape("broadcast", rooted=True),
     "reduce": Shape("reduce", rooted=True),
-    "allgather": Shape("all_gather"),
+    "allgather": Shape("all_gather", own=1),
     "allgather_coalesced": Shape("all_gather_coalesced"),
-    "_allgather_base": Shape("all_gather_into_tensor"),
-    "all_gather_single": Shape("all_gather_into_tensor"),
+    "_allgather_base": Shape("all_gather_into_tensor", own=1),
+    "all_gather_single": Shape("all_gather_into_tensor", own=1),
     "allgather_into_tensor_coalesced": Shape("all_gather_into_tensor_coalesced"),
     "all_gather_single_coalesced": Shape("all_gather_into_tensor_coalesced"),
     "gather": Shape("gather", 1, "host", rooted=True),
     "scatter": Shape("scatter", 0, "host", rooted=True),
-    "reduce_scatter": Shape("reduce_scatter", 1),
-    "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1),
-    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1),
+    "reduce_scatter": Shape("reduce_scatter", 1, own=0),
+    "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1, own=0),
+    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, own=0),
     "reduce_scatter_tensor_coalesced": Shape("reduce_scatter_tensor_coalesced", 1),
     "reduce_scatter_single_coalesced": Shape("reduce_scatter_tensor_coalesced", 1),
     "alltoall": Shape("all_to_all", 0, "none"),
@@ -63,6 +64,10 @@ def read(
     given = [*args, *kwargs.values()] if kwargs else args
     tensors = list(_flat(given[shape.argument])) if len(given) > shape.argument else []
     text = sizes(tensors, shape.sizes)
+    if shape.own >= 0 and len(given) > shape.own:
+        part = list(_flat(given[shape.own]))
+        if part and part[0].device.type == "cpu":
+            text = f"{text} own {sizes(part, 'all')}"
     root = -1
     for value in given[1:]:
         op = getattr(value, "reduceOp", None)
