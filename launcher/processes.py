@@ -94,6 +94,10 @@ class RankProcesses:
             found.update({p.rank: alive[-1]} if alive else {})
         return list(found.values())
 
+    def folders(self, p: Process) -> list[Path]:
+        """The record folders of this rank in this attempt."""
+        return [f.path for f in self._of(p)]
+
     def _of(self, p: Process) -> list[Folder]:
         return [f for f in self._folders.values() if (f.rank, f.attempt) == (p.rank, p.attempt)]
 

@@ -18,6 +18,7 @@ from tdbg.rankagent import contract
 from tdbg.rankagent.nodetables import EXIT, SAMPLER_NOTE
 from tdbg.rankagent.record import Recorder
 
+from . import flights
 from .deaths import Deaths, Process
 from .guard import describe, guarded
 from .node.process import Tree
@@ -68,8 +69,12 @@ class Supervisor:
         self._wake.set()
 
     def stopping(self, ended: Mapping[int, int]) -> None:
+        """Ranks that still run say where they stand, before they are told to stop: 0.5 s at the very most."""
         try:
-            self._stalls.stopping([f for f in self.ranks.recording() if f.pid not in ended])
+            left = [f for f in self.ranks.recording() if f.pid not in ended]
+            asked = flights.ask(f.path for f in left)
+            self._stalls.stopping(left)
+            flights.wait(asked)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:  # never torchelastic's own
             self._late_notes.append(describe(e))
         finally:
@@ -194,11 +199,17 @@ class Supervisor:
             self._recorder.attempt = p.attempt
             row = (self._node, p.pid, p.exit_code, p.ended_ns, p.stopped, self._new_oom_kills(p.ended_ns))
             self._recorder.write(EXIT, self.ranks.last_step(p.rank, p.attempt), row, rank=p.rank)
+            self._guard("flights", self._take_last_words, p)
             for attempt in self._node_file.values["attempts"]:
                 entry = attempt["ranks"].get(str(p.rank))
                 if entry is not None and entry["pid"] == p.pid:
                     entry.update(exit_code=p.exit_code, ended_ns=p.ended_ns, stopped_by_launcher=p.stopped)
             self._heartbeat_due = 0.0
+
+    def _take_last_words(self, p: Process) -> None:
+        for folder in self.ranks.folders(p):
+            flights.take(folder, self._recorder, p.rank, p.attempt)
+            flights.forget(folder)
 
     def _new_oom_kills(self, ended_ns: int) -> int:
         """OOM kills in the cgroup since the last sample that surely came before this death."""

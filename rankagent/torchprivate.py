@@ -316,3 +316,28 @@ def fsdp1_saved_shard(flat: Any) -> Any:
 def has_gradient_hooks(shard: Any) -> bool:
     """Whether the program hooked the moment at which FSDP2 has reduced a gradient; true where that can't be told."""
     return bool(getattr(shard, "_post_accumulate_grad_hooks", True))
+
+
+# -------------------------------------------------------- collectives
+
+
+def process_group(torch: Any) -> Any:
+    """The class whose methods all collectives of Python's go through, and torch's Work; None where torch lacks them."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
+    return (group, work) if hasattr(group, "group_name") and work is not None else None
+
+
+def group_ranks(torch: Any) -> dict[str, tuple[int, ...]]:
+    """The global ranks of every group that this process knows, by the group's name, in the order of its own ranks."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    known = getattr(world, "pg_group_ranks", {})
+    names = getattr(world, "pg_names", {})
+    return {names[pg]: tuple(sorted(ranks, key=ranks.get)) for pg, ranks in list(known.items()) if pg in names}
+
+
+def flight_recorder(torch: Any) -> bytes | None:
+    """A pickle of the flight recorder's entries without stacks; None where torch has no recorder."""
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(module, "_dump_fr_trace", None) or getattr(module, "_dump_nccl_trace", None)
+    return None if dump is None else bytes(dump(True, False, False))

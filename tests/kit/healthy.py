@@ -120,6 +120,9 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("memory", **me, rss_bytes=10**9, vms_bytes=4 * 10**9, limit_as_bytes=-1,
              cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)  # fmt: skip
     rows.add("phase", **me, data_ns=10**6, forward_ns=10**6, backward_ns=10**6, optimizer_ns=10**6, other_ns=10**6)
+    for nth, site in enumerate(("train.py:31 mean", "train.py:35 correct")):
+        rows.add("collective", **me, group="0", ranks=list(range(ranks)), position=2 * step - 1 + nth, op="all_reduce",
+                 signature="float32[1] SUM", root=-1, site=site, callers="train.py:60 main", source="call")  # fmt: skip
     if index == PASS - 1:
         rows.add("batch", **me, iterator=epoch, index=PASS, backwards=step, end="StopIteration")
         _evaluate(rows, me, rank, ranks, epoch)

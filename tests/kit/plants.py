@@ -154,6 +154,11 @@ PLANTS: dict[str, Plant] = {
         (2,), 9,
     ),
     "STEP_DESYNC": Plant(sql("UPDATE step SET backwards = 2 WHERE rank = 2 AND step >= 9"), (2,), 9),
+    "COLLECTIVE_MISMATCH": Plant(
+        sql("DELETE FROM collective WHERE step > 9 OR (step = 9 AND position % 2 = 0)",
+            "UPDATE collective SET op = 'broadcast', signature = 'float32[1]', root = 0 WHERE rank = 2 AND step = 9"),
+        (2,), 9,
+    ),
     "AMP_OVERFLOW": Plant(
         sql("UPDATE loss SET scale = 1024", "UPDATE step SET skipped = TRUE WHERE step >= 9"), None, 9
     ),
