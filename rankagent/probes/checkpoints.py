@@ -114,11 +114,15 @@ def install(emit: Emit) -> Undo:
                 if inside or not agent.live or threading.get_ident() != agent.thread:
                     return original(*args, **kwargs)
                 inside.append(name)
-                started = now_ns()
+                phase, started = agent.phase, now_ns()
+                agent.phase = "checkpoint" if event == "save" else phase
                 try:
                     result = original(*args, **kwargs)
                 finally:
                     inside.pop()
+                    agent.phase = phase
+                    if event == "save":
+                        agent.add_phase("checkpoint", now_ns() - started)
                 emit.guarded(note_file, event, name, now_ns() - started, of, args, kwargs, result)
                 return result
 

@@ -1,32 +1,77 @@
-"""Where the wall time of a step went.
+"""Where the wall time of a step went, and how much of it the training thread got a core.
 
 Writes    phase
-Costs     a dozen clock reads a step
-Blind to  work on an accelerator that the host does not wait for
+Costs     a dozen clock reads a step, and one read of a file in /proc
+Blind to  work on an accelerator that the host does not wait for; evaluation on data that no torch DataLoader gives;
+          checkpoints that are written without torch.save, torch.distributed.checkpoint and safetensors
 """
 
 from __future__ import annotations
 
-from ..agent import Emit, StepInfo
-from ..patch import Undo
+import os
+import shutil
+import threading
+from typing import Any
+
+from ..agent import Emit, StepInfo, now_ns
+from ..cputime import ThreadClock
+from ..patch import Undo, replace, undo_all
+from ..pauses import Pauses
 from ..tables import Column, Table
 
 TABLE = Table("phase", (
-    Column("data_ns", "int64", "ns", "waiting for a loader's batch"),
+    Column("data_ns", "int64", "ns", "waiting for a loader's batch of training"),
     Column("forward_ns", "int64", "ns", "in the root module's forward; 0 when it was not seen"),
     Column("backward_ns", "int64", "ns", "in backward, reduction wait included"),
     Column("reduce_wait_ns", "int64", "ns", "in backward after this rank's last gradient: waiting for the reduction; -1 not measured"),
     Column("optimizer_ns", "int64", "ns", "in optimizer.step"),
+    Column("communication_ns", "int64", "ns", "in collectives that the program or its wrapper calls outside of backward, until they returned"),
+    Column("checkpoint_ns", "int64", "ns", "saving checkpoints, bringing them to the disk included"),
+    Column("evaluation_ns", "int64", "ns", "passes over loaders without a backward, waiting for their batches included"),
     Column("other_ns", "int64", "ns", "the rest of the step"),
+    Column("cpu_ns", "int64", "ns", "of the step, the training thread was on a core; -1 unknown"),
+    Column("cpu_wait_ns", "int64", "ns", "of the step, it was ready to run and waited for a core; -1 unknown"),
 ), "one row per step")  # fmt: skip
+
+TIMED = ("data", "forward", "backward", "optimizer", "communication", "checkpoint")
+SAVING = ((os, "fsync"), (shutil, "copyfile"))  # what comes after a save in the same step belongs to the checkpoint
 
 
 def install(emit: Emit) -> Undo:
-    def closed(info: StepInfo) -> None:
-        get = info.phases.get
-        data, forward, backward, optimizer = (get(k, 0) for k in ("data", "forward", "backward", "optimizer"))
-        other = max(info.step_ns - data - forward - backward - optimizer, 0) if info.step_ns else 0
-        emit(TABLE, (data, forward, backward, get("reduce_wait", -1), optimizer, other), step=info.step)
+    agent = emit.agent
+    clock, pauses = ThreadClock(), Pauses()
+    seen = [0]  # of the step's data wait, what was counted up to the last batch
 
+    def given(loader: int, number: int, again: bool, end: str) -> None:
+        if threading.get_ident() == agent.thread:
+            data = agent.phases.get("data", 0)
+            wait = max(data - seen[0], 0)
+            seen[0] = data
+            pauses.given((loader, number), now_ns(), wait, bool(end), agent.torch.is_grad_enabled())
+
+    def closed(info: StepInfo) -> None:
+        evaluation, waited = pauses.take()
+        data, forward, backward, optimizer, communication, checkpoint = (info.phases.get(k, 0) for k in TIMED)
+        data, seen[0] = max(data - waited, 0), 0
+        known = data + forward + backward + optimizer + communication + checkpoint + evaluation
+        other = max(info.step_ns - known, 0) if info.step_ns else 0
+        emit(TABLE, (data, forward, backward, info.phases.get("reduce_wait", -1), optimizer, communication, checkpoint,
+                     evaluation, other, *clock.lap()), step=info.step)  # fmt: skip
+
+    def part_of_a_save(original: Any) -> Any:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            ours = agent.live and "checkpoint" in agent.phases and agent.phase != "checkpoint"
+            if not ours or threading.get_ident() != agent.thread:
+                return original(*args, **kwargs)
+            started = now_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                agent.add_phase("checkpoint", now_ns() - started)
+
+        return save
+
+    emit.on("batch_given", given)
+    emit.on("backward_begin", lambda root: pauses.backward())
     emit.on("step_closed", closed)
-    return lambda: None
+    return undo_all([clock.close, *(replace(owner, name, part_of_a_save) for owner, name in SAVING)])
