@@ -12,21 +12,22 @@ UNKNOWN = (-1, -1)
 
 
 class ThreadClock:
-    """`lap()` gives (ns on a core, ns waiting for one) of the thread that made it since the lap before."""
+    """`lap()` gives (ns on a core, ns waiting for one) of the thread that made it since the lap before; `read()` since
+    it began."""
 
     def __init__(self, path: str = "/proc/thread-self/schedstat") -> None:
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._file = -1
-        self._last = self._read()
+        self._last = self.read()
 
     def lap(self) -> tuple[int, int]:
-        before, now = self._last, self._read()
+        before, now = self._last, self.read()
         self._last = now
         return UNKNOWN if before == UNKNOWN or now == UNKNOWN else (now[0] - before[0], now[1] - before[1])
 
-    def _read(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, int]:
         if self._file < 0:
             return UNKNOWN
         try:

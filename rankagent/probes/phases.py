@@ -1,7 +1,7 @@
 """Where the wall time of a step went, and how much of it the training thread got a core.
 
 Writes    phase
-Costs     a dozen clock reads a step, and one read of a file in /proc
+Costs     a dozen clock reads a step, and one read of a file in /proc, three in watched steps
 Blind to  work on an accelerator that the host does not wait for; evaluation on data that no torch DataLoader gives;
           checkpoints that are written without torch.save, torch.distributed.checkpoint and safetensors
 """
@@ -31,6 +31,7 @@ TABLE = Table("phase", (
     Column("other_ns", "int64", "ns", "the rest of the step"),
     Column("cpu_ns", "int64", "ns", "of the step, the training thread was on a core; -1 unknown"),
     Column("cpu_wait_ns", "int64", "ns", "of the step, it was ready to run and waited for a core; -1 unknown"),
+    Column("reduce_cpu_wait_ns", "int64", "ns", "of that, in the reduction wait; -1 not measured"),
 ), "one row per step")  # fmt: skip
 
 TIMED = ("data", "forward", "backward", "optimizer", "communication", "checkpoint")
@@ -41,6 +42,8 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     clock, pauses = ThreadClock(), Pauses()
     seen = [0]  # of the step's data wait, what was counted up to the last batch
+    reducing: list[int] = []  # waited for a core in all when the reduction wait began
+    in_reduction = [-1]
 
     def given(loader: int, number: int, again: bool, end: str) -> None:
         if threading.get_ident() == agent.thread:
@@ -56,7 +59,17 @@ def install(emit: Emit) -> Undo:
         known = data + forward + backward + optimizer + communication + checkpoint + evaluation
         other = max(info.step_ns - known, 0) if info.step_ns else 0
         emit(TABLE, (data, forward, backward, info.phases.get("reduce_wait", -1), optimizer, communication, checkpoint,
-                     evaluation, other, *clock.lap()), step=info.step)  # fmt: skip
+                     evaluation, other, *clock.lap(), in_reduction[0]), step=info.step)  # fmt: skip
+        in_reduction[0] = -1
+
+    def local() -> None:
+        reducing[:] = clock.read()[1:]
+
+    def backward_over(whole: bool) -> None:
+        waited = clock.read()[1] if reducing else -1
+        if waited >= 0:
+            in_reduction[0] = max(in_reduction[0], 0) + waited - reducing[0]
+        reducing.clear()
 
     def part_of_a_save(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -73,5 +86,7 @@ def install(emit: Emit) -> Undo:
 
     emit.on("batch_given", given)
     emit.on("backward_begin", lambda root: pauses.backward())
+    emit.on("gradients_local", local)
+    emit.on("backward_end", backward_over)
     emit.on("step_closed", closed)
     return undo_all([clock.close, *(replace(owner, name, part_of_a_save) for owner, name in SAVING)])

@@ -1,0 +1,164 @@
+"""A rank takes steadily longer than its peers for its own work; the others wait for it in every step.
+
+Reads     phase, tensor
+Says      ranks, from which step to which, in which phase, how much longer; a stage that is heavier than the others as a note
+Unknown   fewer than 20 steps after the first five; which of two ranks is the odd one
+Blind to  work in forward and backward of sharded models, in which waiting for peers can't be told from work; less than
+          a millisecond a step; what a rank's other threads do
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+
+from .. import straggling
+from ..detector import RunFacts
+from ..findings import Abstention, Evidence, Finding
+from ..groups import unheard
+from ..straggling import Peers, Straggler
+from ..wording import ranks_text
+
+CODE = "STRAGGLER"
+NEEDS = {"phase": 1}
+PARAMS: dict[str, object] = {}
+
+# Ranks with the same tensors do the same work; a rank without any belongs to those without any.
+SQL = """
+WITH role AS (
+    SELECT rank, attempt, sum(DISTINCT hash(name, CASE WHEN sharing = 'sharded' THEN '' ELSE shape END) // 65536) AS stage, bool_or(sharing = 'sharded') AS sharded
+    FROM tensor WHERE kind = 'param' GROUP BY ALL
+), p AS (
+    SELECT rank, attempt, step, data_ns, forward_ns, backward_ns, coalesce(reduce_wait_ns, -1) AS reduce_wait_ns,
+           optimizer_ns, other_ns, coalesce(cpu_wait_ns, -1) AS cpu_wait_ns,
+           coalesce(reduce_cpu_wait_ns, -1) AS reduce_cpu_wait_ns
+    FROM phase WHERE step > 1
+)
+SELECT p.attempt, coalesce(any_value(r.stage), 0) AS stage, coalesce(bool_or(r.sharded), FALSE), p.rank,
+       list(step ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
+       list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
+       list(other_ns ORDER BY step), list(cpu_wait_ns ORDER BY step),
+       list(reduce_cpu_wait_ns ORDER BY step)
+FROM p LEFT JOIN role r USING (rank, attempt)
+GROUP BY p.attempt, p.rank ORDER BY p.attempt, stage, p.rank
+"""
+
+
+class Row(NamedTuple):
+    attempt: int
+    stage: int
+    sharded: bool
+    rank: int
+    steps: list[int]
+    data: list[int]
+    forward: list[int]
+    backward: list[int]
+    reduce_wait: list[int]  # -1 where it was not measured
+    optimizer: list[int]
+    other: list[int]
+    cpu_wait: list[int]  # -1 unknown
+    reduce_cpu_wait: list[int]  # -1 where it was not measured
+
+
+def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
+    attempts: dict[int, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        attempts[row.attempt][row.stage].append(row)
+    groups = [(attempt, peers_of(stage, of)) for attempt, stages in attempts.items() for stage, of in stages.items()]
+    judged = False
+    for attempt, group in groups:
+        found = straggling.stragglers(group, len(groups))
+        judged |= straggling.enough(group) or bool(found)
+        for straggler in found:
+            yield _doubt(straggler) if straggler.doubtful else _finding(attempt, group, straggler)
+    for attempt in attempts:
+        yield from _stages(attempt, [g for a, g in groups if a == attempt])
+    yield from unheard(run)
+    if not judged:
+        few = all(len(g.ranks) < 3 for _, g in groups)
+        why = "fewer than 3 ranks do the same work" if few else f"fewer than {straggling.LEAST} steps after the first"
+        yield Abstention("INSUFFICIENT_EVIDENCE", f"{why}: nobody can be told from its peers")
+
+
+def peers_of(stage: int, rows: Sequence[Row]) -> Peers:
+    """The ranks of one stage over the steps that they have in common; waits for others are left out."""
+    common = numpy.array(sorted(set.intersection(*(set(r.steps) for r in rows))), dtype=int)
+    at = [numpy.searchsorted(numpy.array(r.steps), common) for r in rows]
+
+    def times(column: str) -> Any:
+        return numpy.array([numpy.array(getattr(r, column), dtype=float)[i] for r, i in zip(rows, at, strict=True)])
+
+    own = {"data": times("data"), "optimizer": times("optimizer"), "other": times("other")}
+    if not any(r.sharded for r in rows):
+        waited = times("reduce_wait")
+        own["forward"] = times("forward")
+        own["backward"] = numpy.where(waited >= 0, times("backward") - waited, numpy.nan)
+    cpu_wait = times("cpu_wait") - numpy.maximum(times("reduce_cpu_wait"), 0)
+    return Peers(stage, tuple(r.rank for r in rows), common, own, None if (cpu_wait < 0).any() else cpu_wait)
+
+
+def _doubt(found: Straggler) -> Abstention:
+    return Abstention(
+        "INSUFFICIENT_EVIDENCE",
+        f"{ranks_text(found.ranks[:1])} took {found.excess:+.0%} own time in steps {found.first_step} to {found.last_step}, "
+        "yet that may be no more than waiting for a core on a busy machine",
+    )
+
+
+def _finding(attempt: int, group: Peers, found: Straggler) -> Finding:
+    pair, slow = len(found.ranks) > 1, found.ranks[0]
+    # Rank 0 prints, logs and saves for all, by files that only it writes; that everybody waits for it is usual.
+    usual = slow == 0 and found.phase == "other"
+    apart = found.excess >= numpy.expm1(straggling.PAIR_APART)
+    cannot = ["why: a slower device, more work, or another program beside it"]
+    if pair:
+        cannot.insert(0, "which of the two is as it should be: with two ranks there is no majority")
+    if usual:
+        cannot.append("whether it is what rank 0 does for all, such as logs")
+    over = f"{found.excess:+.0%} own time ({found.excess_ns / 1e6:.1f} ms a step)"
+    unit = "steps" if found.size == 1 else f"sums over {found.size} steps"
+    against = f"rank {found.ranks[1]}" if pair else f"the median of its {len(group.ranks) - 1} peers"
+    return Finding(
+        ranks=tuple(sorted(found.ranks)),
+        first_step=found.first_step,
+        last_step=found.last_step,
+        attempt=attempt,
+        severity="note" if usual or (pair and not apart) else "warning",
+        evidence_state="INFERRED",
+        subject=found.phase,
+        summary=f"{ranks_text(found.ranks[:1])} is steadily slower than {against}: {over} in steps "
+        f"{found.first_step} to {found.last_step}, most of it in phase {found.phase}",
+        evidence=(
+            Evidence(slow, found.first_step, "own time over the peers' median", over,
+                     f"peers leave room for {found.bar:.1%}"),
+            Evidence(slow, found.last_step, f"{unit} more than 5 % above it", f"{found.hits} of {found.blocks}",
+                     f"half of them by chance; so many: p = {found.chance:.1g}"),
+        ),
+        cannot_conclude=tuple(cannot),
+        next_check=NEXT.get(found.phase, "compare clocks, temperature and other load of its device with its peers'"),
+    )  # fmt: skip
+
+
+NEXT = {
+    "data": "look at where this rank reads its data from, and how many loader workers it has",
+    "other": "profile this rank between the end of an update and the next batch",
+}
+
+
+def _stages(attempt: int, groups: list[Peers]) -> Iterator[Finding]:
+    for heavy in straggling.heavy_stages(groups):
+        yield Finding(
+            ranks=heavy.ranks,
+            first_step=None,
+            attempt=attempt,
+            severity="note",
+            evidence_state="INFERRED",
+            subject="stage",
+            summary=f"{ranks_text(heavy.ranks)}, which hold the same part of the model, take {heavy.ratio:.2f} times as long "
+            "as the ranks of other parts",
+            cannot_conclude=("whether another cut of the model would be faster",),
+            next_check="compare how the layers are dealt to the stages",
+        )

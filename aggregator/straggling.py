@@ -1,0 +1,248 @@
+"""Which rank is steadily slower than its peers, by its own time. Pure functions of durations; no clock is compared.
+
+Own time is all but waiting for others: in lock step the slow rank is the one that waits least. A step counts as a hit
+of a rank when its own time is more than HIT above its peers' median of the same step. A straggler is a rank with a
+stretch of steps in which nearly all are hits, far more than a coin would give, whose median excess is material and
+beyond the peers' own scatter. What is bursty step by step (a loader's workers deliver in turns) is judged in sums over
+2, 4 and 8 steps as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy
+
+WARM_UP: Final = 5  # steps left out: compilation, autotuning, the start of loader workers
+LEAST: Final = 20  # blocks: 20 of 20 is the first count with a chance below CHANCE
+HIT: Final = math.log(1.05)
+SHARE: Final = 0.8  # of the blocks are hits: a rank that takes turns with others at being the slowest has fewer
+CHANCE: Final = 1e-6  # of a stretch of hits from a fair coin, and less where many are tried
+BUDGET: Final = 0.01 / 4  # of false alarms in a run: the run's 1 %, shared with other rules of its kind
+# Typical excess that is worth a word. 10 % more work shows as about 8 to 9.5 % of own time, as what the loop itself
+# takes is not in it; beside +5 % as the bar for single steps, this leaves out devices of one kind that differ a little.
+MATERIAL: Final = math.log(1.07)
+# The excess is also beyond the peers: MADs of their typical places, and of single steps. A median of 20 steps strays by
+# 0.4 MAD of a step (standard error), so that 2 are some five of those.
+SCATTERS: Final = 6.0
+STEP_SCATTERS: Final = 2.0
+LEAST_NS: Final = 1e6  # a step: a scheduler's slice; below that the order in which threads wake decides
+LASTING: Final = 0.1  # of the steps, unless it goes on at the end: a shorter one costs the run less than 1 %
+BLOCKS: Final = (1, 2, 4, 8)
+EXACT_RANKS: Final = 32  # up to here a rank is left out of its peers' median; beyond that one of many moves nothing
+PAIR_APART: Final = math.log(1.5)
+
+WAITS: Final = frozenset({"communication", "reduce_wait"})
+PAUSES: Final = frozenset({"checkpoint", "evaluation"})  # of one rank for all: meant, and a matter of their own
+
+
+class Op(NamedTuple):
+    """One operation of one rank in one step; several of a kind add up. `stage`: only ranks of one stage are peers."""
+
+    rank: int
+    stage: int
+    step: int
+    op: str
+    duration: float
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that do the same work, over the steps that all of them have. Times are [rank, step]; NaN: not measured."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    steps: Any
+    own: Mapping[str, Any]  # operation -> time, waits and pauses left out
+    cpu_wait: Any = None  # of own time, at most so much was waiting for a core; None: unknown
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A stretch of steps in which `ranks` (a pair: both, the slower first) were slower than their peers."""
+
+    ranks: tuple[int, ...]
+    first_step: int
+    last_step: int
+    phase: str
+    excess: float  # share of the peers' median own time
+    excess_ns: float  # a step
+    hits: int
+    blocks: int
+    size: int  # steps in a block
+    chance: float
+    bar: float  # what the excess had to exceed, from the peers' scatter
+    doubtful: bool  # it may be no more than waiting for a core
+
+
+def peers(ops: Iterable[Op]) -> list[Peers]:
+    """Group rows by stage. Steps that a rank of the stage lacks are left out."""
+    sums: dict[int, dict[str, dict[tuple[int, int], float]]] = defaultdict(lambda: defaultdict(dict))
+    steps: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank, stage, step, op, duration in ops:
+        steps[stage][rank].add(step)
+        if op not in WAITS | PAUSES:
+            cell = sums[stage][op]
+            cell[rank, step] = cell.get((rank, step), 0.0) + duration
+    found = []
+    for stage, of in sorted(steps.items()):
+        ranks, common = tuple(sorted(of)), sorted(set.intersection(*of.values()))
+        own = {op: numpy.array([[cells.get((r, s), 0.0) for s in common] for r in ranks])
+               for op, cells in sums[stage].items()}  # fmt: skip
+        found.append(Peers(stage, ranks, numpy.array(common), own))
+    return found
+
+
+def stragglers(group: Peers, tests: int = 1) -> list[Straggler]:
+    """The ranks of one group that straggle, each with its longest stretch. `tests`: groups that are judged in this run."""
+    if len(group.ranks) < 2 or not group.own:
+        return []
+    found: dict[int, Straggler] = {}
+    for own, steps, wait in _series(group):
+        for size in BLOCKS:
+            if len(steps) // size >= LEAST:
+                for straggler in _judge(group, own, steps, wait, size, tests * len(group.ranks) * len(steps)):
+                    known = found.get(straggler.ranks[0])
+                    if known is None or (known.doubtful and not straggler.doubtful):
+                        found[straggler.ranks[0]] = straggler
+    if len(group.ranks) > 2 and 2 * len(found) >= len(group.ranks):
+        return []  # half of them against the other half: nobody is apart
+    return [found[r] for r in sorted(found)]
+
+
+def enough(group: Peers) -> bool:
+    """Whether a straggler could have been found at all."""
+    return len(group.ranks) > 2 and any(len(steps) >= LEAST for _, steps, _ in _series(group))
+
+
+def _series(group: Peers) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+    """(own times, steps, waits for a core): all steps, with the usual value where one was not measured; and, if there
+    are such, only the steps in which all was measured."""
+    keep = numpy.arange(len(group.steps)) >= WARM_UP
+    own = {op: x[:, keep] for op, x in group.own.items()}
+    steps = group.steps[keep]
+    wait = group.cpu_wait[:, keep] if group.cpu_wait is not None else None
+    known = {op: numpy.isfinite(x).all(0) for op, x in own.items()}
+    own = {op: x for op, x in own.items() if known[op].any()}
+    filled = {op: numpy.where(known[op], x, numpy.median(x[:, known[op]])) for op, x in own.items()}
+    if len(steps):
+        yield filled, steps, wait
+    whole = numpy.logical_and.reduce([known[op] for op in own]) if own else keep
+    if own and len(steps) and not whole.all() and whole.any():
+        yield ({op: x[:, whole] for op, x in own.items()}, steps[whole], None if wait is None else wait[:, whole])
+
+
+def _judge(group: Peers, own: dict[str, Any], steps: Any, wait: Any, size: int, tests: int) -> Iterator[Straggler]:
+    sums = {op: _blocks(x, size) for op, x in own.items()}
+    total = sum(sums.values())
+    away = _away(total)
+    spared = None  # without what was waiting for a core, all of it taken from own time
+    if wait is not None:
+        spared = _away(numpy.maximum(total - _blocks(wait, size), 0.01 * total))
+    blocks = total.shape[1]
+    chance = min(CHANCE, BUDGET / (len(BLOCKS) * tests))
+    pair = len(group.ranks) == 2
+    for r, a, b in _stretches(away > HIT):
+        hits = int((away[r, a:b] > HIT).sum())
+        typical, bar = float(numpy.median(away[r, a:b])), _least(away[:, a:b], r)
+        over = (total[r, a:b] - _usual(total, r)[a:b]) / size
+        tail = at_least(hits, b - a)
+        if tail > chance or typical < bar or numpy.median(over) < LEAST_NS:
+            continue
+        if b < blocks - 1 and (b - a) < LASTING * blocks:
+            continue
+        doubtful = spared is not None and not _stands(spared[:, a:b], r)
+        excess = {op: _trimmed(x[r, a:b] - _usual(x, r)[a:b]) for op, x in sums.items()}
+        ranks = (group.ranks[r], group.ranks[1 - r]) if pair else (group.ranks[r],)
+        yield Straggler(ranks, int(steps[a * size]), int(steps[b * size - 1]), max(excess, key=lambda op: excess[op]),
+                        math.expm1(typical), float(numpy.median(over)), hits, b - a, size, tail, math.expm1(bar), doubtful)  # fmt: skip
+
+
+def _stands(away: Any, r: int) -> bool:
+    typical = float(numpy.median(away[r]))
+    return bool((away[r] > HIT).mean() >= SHARE and typical >= _least(away, r))
+
+
+def _stretches(hit: Any) -> Iterator[tuple[int, int, int]]:
+    """(rank, from, to) of each rank's stretch of blocks with the most hits, of which at least SHARE are."""
+    sums = numpy.concatenate([numpy.zeros((len(hit), 1)), numpy.cumsum(numpy.where(hit, 1 - SHARE, -SHARE), 1)], 1)
+    gain = sums - numpy.minimum.accumulate(sums, 1)
+    ends = gain.argmax(1)
+    for r, b in enumerate(ends.tolist()):
+        if gain[r, b] >= (1 - SHARE) * SHARE * LEAST / 2:  # far fewer hits than could ever do
+            a = int(sums[r, : b + 1].argmin())
+            if b - a >= LEAST:
+                yield r, a, b
+
+
+def _blocks(x: Any, size: int) -> Any:
+    """Sums over `size` steps; what fills no block at the start is left out."""
+    usable = x.shape[1] // size * size
+    return x[:, x.shape[1] - usable :].reshape(len(x), -1, size).sum(2)
+
+
+def _usual(x: Any, r: int) -> Any:
+    """The peers' median of each block."""
+    return numpy.median(numpy.delete(x, r, 0), 0) if len(x) <= EXACT_RANKS else numpy.median(x, 0)
+
+
+def _away(total: Any) -> Any:
+    """Logarithm of each rank's time over its peers' median."""
+    floored = numpy.maximum(total, 1e-9)
+    return numpy.log(floored) - numpy.log(
+        numpy.array([_usual(floored, r) for r in range(len(floored))])
+        if len(floored) <= EXACT_RANKS
+        else numpy.median(floored, 0)
+    )
+
+
+def _least(away: Any, r: int) -> float:
+    """The typical excess that a rank must have to be apart from these peers; of a pair, from their own scatter."""
+    others = numpy.delete(away, r, 0)
+    places = numpy.median(others, 1, keepdims=True)
+    steps = float(numpy.median(numpy.abs(others - places)))
+    between = float(numpy.median(numpy.abs(places))) if len(others) > 1 else 0.0
+    return max(MATERIAL, SCATTERS * between, STEP_SCATTERS * steps)
+
+
+def _trimmed(x: Any) -> float:
+    """Mean without the tenth at either end: one long pause must not name the phase."""
+    cut = len(x) // 10
+    return float(numpy.sort(x)[cut : len(x) - cut].mean())
+
+
+def at_least(hits: int, n: int) -> float:
+    """Chance of so many heads or more in `n` throws of a fair coin."""
+    if n > 1000:  # normal tail with continuity correction: exact sums of large numbers take long and tell no more
+        return math.erfc((hits - 0.5 - n / 2) / math.sqrt(n / 2)) / 2
+    return sum(math.comb(n, k) for k in range(hits, n + 1)) / 2**n
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """A stage whose ranks all take longer than the other stages'."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    ratio: float
+
+
+def heavy_stages(groups: list[Peers]) -> list[Heavy]:
+    """Stages that are steadily heavier than the median of the others: how the model was cut, no fault of a rank."""
+    whole = [g for g in groups if len(g.ranks) > 1 and len(g.steps) >= WARM_UP + LEAST and g.own]
+    if len(whole) < 2:
+        return []
+    found = []
+    medians = {g.stage: float(numpy.median(numpy.median(sum(g.own.values())[:, WARM_UP:], 0))) for g in whole}
+    for g in whole:
+        others = float(numpy.median([m for s, m in medians.items() if s != g.stage]))
+        if others > 0 and math.log(medians[g.stage] / others) >= STAGE_APART:
+            found.append(Heavy(g.stage, g.ranks, medians[g.stage] / others))
+    return found
+
+
+STAGE_APART: Final = math.log(1.25)  # layers are whole: with few of them per stage cuts differ by a fifth anyway
