@@ -15,12 +15,14 @@ from typing import Any, Final
 import numpy
 
 WARM_UP: Final = 5
-USUAL: Final = 20  # steps that say what is usual; 18 of 20 slow against 2 of 20 is p = 3e-7 (Fisher)
+USUAL: Final = 20  # steps that say what is usual
 LEAST: Final = 20  # slow steps
 # Step times of one program on one machine drift by some 10 to 20 % with clocks, caches and page faults.
 MATERIAL: Final = math.log(1.3)
 SCATTERS: Final = 6.0  # times the scatter (MAD) before it
-CLEAN: Final = 0.9  # of the steps lie on their side of the middle
+CLEAN: Final = 0.9  # of the slow steps lie above the middle
+RARE: Final = 0.2  # of the steps before do, at most: a busy neighbour, a pause that nobody saw
+CHANCE: Final = 1e-6  # that as many slow steps would come to lie in the stretch if their order meant nothing
 LEAST_NS: Final = 2e6  # a step: some slices of a scheduler
 LASTING: Final = 0.1  # of the steps, where it ends before the run does
 RISEN: Final = 0.5  # of the job's rise: a rank whose own time rose so much has part in it
@@ -72,7 +74,18 @@ def _clear(logs: Any, found: Change) -> bool:
         return False
     middle = math.log(max(found.before, 1.0)) + rise / 2
     slow = logs > middle
-    return bool(slow[found.at : found.until].mean() >= CLEAN and slow[: found.at].mean() <= 1 - CLEAN)
+    late, early = slow[found.at : found.until], slow[: found.at]
+    return bool(late.mean() >= CLEAN and early.mean() <= RARE and by_chance(early, late) <= CHANCE)
+
+
+def by_chance(early: Any, late: Any) -> float:
+    """Fisher's exact test, one-sided: chance that `late` holds so many of all the slow steps or more."""
+    n, m, hits = len(early), len(late), int(early.sum() + late.sum())
+    if n + m > 2000:  # far beyond any doubt where the shares are as far apart as they must be here
+        return 0.0
+    total = math.comb(n + m, hits)
+    most = min(m, hits)
+    return sum(math.comb(m, k) * math.comb(n, hits - k) for k in range(int(late.sum()), most + 1)) / total
 
 
 def spared(times: Any, cpu_wait: Any) -> Any:
@@ -100,7 +113,7 @@ def share(phases: Mapping[str, Any], waits: Mapping[str, Any], at: int, until: i
         ranks = numpy.arange(len(total))
     rises = {name: float(numpy.mean(r[ranks])) for name, r in own.items()}
     phase = max(rises, key=lambda name: rises[name])
-    part = rises[phase] / rise
+    part = min(rises[phase] / rise, 1.0)  # phases may hold waiting for cores, which the rise does not
     return Share(tuple(ranks.tolist()), phase if part >= CLEAR_SHARE else "mixed", part, rises)
 
 

@@ -3,8 +3,8 @@
 Own time is all but waiting for others: in lock step the slow rank is the one that waits least. A step counts as a hit
 of a rank when its own time is more than HIT above its peers' median of the same step. A straggler is a rank with a
 stretch of steps in which nearly all are hits, far more than a coin would give, whose median excess is material and
-beyond the peers' own scatter. What is bursty step by step (a loader's workers deliver in turns) is judged in sums over
-2, 4 and 8 steps as well.
+beyond the peers' own scatter. Waiting for data, which is bursty (a loader's workers deliver in turns), is judged in
+sums over 2, 4 and 8 steps as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ WARM_UP: Final = 5  # steps left out: compilation, autotuning, the start of load
 LEAST: Final = 20  # blocks: 20 of 20 is the first count with a chance below CHANCE
 HIT: Final = math.log(1.05)
 SHARE: Final = 0.8  # of the blocks are hits: a rank that takes turns with others at being the slowest has fewer
+LEANS: Final = 0.6  # the same of times that hold waiting for cores, where times without it are as they must be
 CHANCE: Final = 1e-6  # of a stretch of hits from a fair coin, and less where many are tried
 BUDGET: Final = 0.01 / 4  # of false alarms in a run: the run's 1 %, shared with other rules of its kind
 # Typical excess that is worth a word. 10 % more work shows as about 8 to 9.5 % of own time, as what the loop itself
@@ -58,7 +59,7 @@ class Peers:
     ranks: tuple[int, ...]
     steps: Any
     own: Mapping[str, Any]  # operation -> time, waits and pauses left out
-    cpu_wait: Any = None  # of own time, at most so much was waiting for a core; None: unknown
+    cpu_wait: Mapping[str, Any] | None = None  # of it at most so much was waiting for a core; None: unknown
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ def stragglers(group: Peers, tests: int = 1) -> list[Straggler]:
     if len(group.ranks) < 2 or not group.own:
         return []
     found: dict[int, Straggler] = {}
-    for own, steps, wait in _series(group):
+    for own, spared, steps in _series(group):
         for size in BLOCKS:
             if len(steps) // size >= LEAST:
-                for straggler in _judge(group, own, steps, wait, size, tests * len(group.ranks) * len(steps)):
+                for straggler in _judge(group, own, spared, steps, size, tests * len(group.ranks) * len(steps)):
                     known = found.get(straggler.ranks[0])
                     if known is None or (known.doubtful and not straggler.doubtful):
                         found[straggler.ranks[0]] = straggler
@@ -116,55 +117,89 @@ def stragglers(group: Peers, tests: int = 1) -> list[Straggler]:
 
 def enough(group: Peers) -> bool:
     """Whether a straggler could have been found at all."""
-    return len(group.ranks) > 2 and any(len(steps) >= LEAST for _, steps, _ in _series(group))
+    return len(group.ranks) > 2 and any(len(steps) >= LEAST for *_, steps in _series(group))
 
 
-def _series(group: Peers) -> Iterator[tuple[dict[str, Any], Any, Any]]:
-    """(own times, steps, waits for a core): all steps, with the usual value where one was not measured; and, if there
-    are such, only the steps in which all was measured."""
+Times = dict[str, Any]  # operation -> [rank, step]
+
+
+def _series(group: Peers) -> Iterator[tuple[Times, Times | None, Any]]:
+    """(own times, the same without waiting for a core, steps): all steps, with the usual value where one was not
+    measured; and, if there are such, only the steps in which all was measured."""
     keep = numpy.arange(len(group.steps)) >= WARM_UP
-    own = {op: x[:, keep] for op, x in group.own.items()}
+    own = {op: x[:, keep] for op, x in group.own.items() if numpy.isfinite(x[:, keep]).all(0).any()}
     steps = group.steps[keep]
-    wait = group.cpu_wait[:, keep] if group.cpu_wait is not None else None
+    if not own or not len(steps):
+        return
+    spared = None
+    if group.cpu_wait is not None:
+        spared = {op: numpy.maximum(x - group.cpu_wait[op][:, keep], 0.0) for op, x in own.items()}
     known = {op: numpy.isfinite(x).all(0) for op, x in own.items()}
-    own = {op: x for op, x in own.items() if known[op].any()}
-    filled = {op: numpy.where(known[op], x, numpy.median(x[:, known[op]])) for op, x in own.items()}
-    if len(steps):
-        yield filled, steps, wait
-    whole = numpy.logical_and.reduce([known[op] for op in own]) if own else keep
-    if own and len(steps) and not whole.all() and whole.any():
-        yield ({op: x[:, whole] for op, x in own.items()}, steps[whole], None if wait is None else wait[:, whole])
+    yield _filled(own, known), _filled(spared, known), steps
+    whole = numpy.logical_and.reduce(list(known.values()))
+    if not whole.all() and whole.any():
+        yield _at(own, whole), _at(spared, whole) if spared else None, steps[whole]
 
 
-def _judge(group: Peers, own: dict[str, Any], steps: Any, wait: Any, size: int, tests: int) -> Iterator[Straggler]:
-    sums = {op: _blocks(x, size) for op, x in own.items()}
+def _filled(times: Times | None, known: Times) -> Any:
+    return times and {op: numpy.where(known[op], x, numpy.median(x[:, known[op]])) for op, x in times.items()}
+
+
+def _at(times: Times, where: Any) -> Times:
+    return {op: x[:, where] for op, x in times.items()}
+
+
+def _views(times: Times, size: int) -> Iterator[tuple[str, Any]]:
+    """("", own time), then for each operation what own time would be if all the rest took its usual time. In sums over
+    several steps only waiting for data: of other work, what comes every few steps is a pause, such as logging."""
+    sums = {op: _blocks(x, size) for op, x in times.items()}
     total = sum(sums.values())
-    away = _away(total)
-    spared = None  # without what was waiting for a core, all of it taken from own time
-    if wait is not None:
-        spared = _away(numpy.maximum(total - _blocks(wait, size), 0.01 * total))
-    blocks = total.shape[1]
-    chance = min(CHANCE, BUDGET / (len(BLOCKS) * tests))
-    pair = len(group.ranks) == 2
-    for r, a, b in _stretches(away > HIT):
-        hits = int((away[r, a:b] > HIT).sum())
-        typical, bar = float(numpy.median(away[r, a:b])), _least(away[:, a:b], r)
-        over = (total[r, a:b] - _usual(total, r)[a:b]) / size
-        tail = at_least(hits, b - a)
-        if tail > chance or typical < bar or numpy.median(over) < LEAST_NS:
-            continue
-        if b < blocks - 1 and (b - a) < LASTING * blocks:
-            continue
-        doubtful = spared is not None and not _stands(spared[:, a:b], r)
-        excess = {op: _trimmed(x[r, a:b] - _usual(x, r)[a:b]) for op, x in sums.items()}
-        ranks = (group.ranks[r], group.ranks[1 - r]) if pair else (group.ranks[r],)
-        yield Straggler(ranks, int(steps[a * size]), int(steps[b * size - 1]), max(excess, key=lambda op: excess[op]),
-                        math.expm1(typical), float(numpy.median(over)), hits, b - a, size, tail, math.expm1(bar), doubtful)  # fmt: skip
+    if size == 1:
+        yield "", total
+    usual = numpy.median(total, 0)
+    for op, x in sums.items() if size == 1 else [(op, x) for op, x in sums.items() if op == "data"]:
+        yield op, x + numpy.maximum(usual - numpy.median(x, 0), 0.0)
+
+
+def _judge(group: Peers, own: Times, spared: Times | None, steps: Any, size: int, tests: int) -> Iterator[Straggler]:
+    sums = {op: _blocks(x, size) for op, x in own.items()}
+    without_waits = dict(_views(spared, size)) if spared else {}
+    chance = min(CHANCE, BUDGET / (2 * len(BLOCKS) * (len(own) + 1) * tests))
+    for op, times in _views(own, size):
+        seen, sure = _away(times), _away(without_waits[op]) if spared else None
+        for away in (seen, sure) if sure is not None else (seen,):
+            for r, a, b in _stretches(away > HIT):
+                here = slice(a, b)
+                excess_ns = float(numpy.median((times - numpy.median(times, 0))[r, here])) / size
+                lasting = b >= times.shape[1] - 1 or b - a >= LASTING * times.shape[1]
+                if not lasting or excess_ns < LEAST_NS or not _apart(away[:, here], r, chance):
+                    continue
+                if away is sure and not _leans(seen[:, here], r):
+                    continue
+                doubtful = away is seen and sure is not None and not _stands(sure[:, here], r)
+                excess = {name: _trimmed(x[r, here] - _usual(x, r)[here]) for name, x in sums.items()}
+                skipped = len(steps) - times.shape[1] * size
+                hits = int((away[r, here] > HIT).sum())
+                yield Straggler(
+                    (group.ranks[r], group.ranks[1 - r]) if len(group.ranks) == 2 else (group.ranks[r],),
+                    int(steps[skipped + a * size]), int(steps[skipped + b * size - 1]),
+                    op or max(excess, key=lambda name: excess[name]), math.expm1(float(numpy.median(seen[r, here]))),
+                    excess_ns, hits, b - a, size, at_least(hits, b - a), math.expm1(_least(away[:, here], r)), doubtful,
+                )  # fmt: skip
+
+
+def _apart(away: Any, r: int, chance: float) -> bool:
+    hits = int((away[r] > HIT).sum())
+    return at_least(hits, away.shape[1]) <= chance and _stands(away, r)
 
 
 def _stands(away: Any, r: int) -> bool:
-    typical = float(numpy.median(away[r]))
-    return bool((away[r] > HIT).mean() >= SHARE and typical >= _least(away, r))
+    return bool((away[r] > HIT).mean() >= SHARE and numpy.median(away[r]) >= _least(away, r))
+
+
+def _leans(away: Any, r: int) -> bool:
+    """What is certain without waiting for cores is to be seen with it as well, if less clearly."""
+    return bool((away[r] > HIT).mean() >= LEANS and numpy.median(away[r]) >= MATERIAL)
 
 
 def _stretches(hit: Any) -> Iterator[tuple[int, int, int]]:
@@ -206,7 +241,7 @@ def _least(away: Any, r: int) -> float:
     places = numpy.median(others, 1, keepdims=True)
     steps = float(numpy.median(numpy.abs(others - places)))
     between = float(numpy.median(numpy.abs(places))) if len(others) > 1 else 0.0
-    return max(MATERIAL, SCATTERS * between, STEP_SCATTERS * steps)
+    return float(max(MATERIAL, SCATTERS * between, STEP_SCATTERS * steps))
 
 
 def _trimmed(x: Any) -> float:

@@ -71,7 +71,7 @@ class Row(NamedTuple):
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
     everything = list(rows)
     seen = [r for r in everything if r.steps >= LEAST]
-    waiting = [r for r in seen if _waits(r, 1.0)]
+    waiting = [r for r in seen if _waits(r, 1.0) or _may_wait(r)]
     starved = [r for r in waiting if _waits(r, _stretch(r))]
     for attempt in sorted({r.attempt for r in starved}):
         yield _finding([r for r in starved if r.attempt == attempt])
@@ -90,6 +90,11 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 def _stretch(row: Row) -> float:
     """How much longer everything takes as cores are shared: by what the training thread itself waits for one."""
     return 1 + row.cpu_wait_ns / row.cpu_ns if row.cpu_ns > 0 and row.cpu_wait_ns >= 0 else 1.0
+
+
+def _may_wait(row: Row) -> bool:
+    """A long wait beside work that itself took long only because it waited for cores."""
+    return _stretch(row) > 2 and row.data_ns / row.steps >= LEAST_NS and row.data_ns >= SHARE / 2 * row.time_ns
 
 
 def _waits(row: Row, stretch: float) -> bool:

@@ -39,7 +39,7 @@ WITH given AS (
                - coalesce(p.evaluation_ns, 0) AS time_ns, p.data_ns, p.forward_ns, p.backward_ns,
            coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
            coalesce(p.communication_ns, 0) AS communication_ns, coalesce(p.cpu_ns, -1) AS cpu_ns,
-           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.backwards, s.optimizers, coalesce(g.samples, -1) AS samples,
+           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.agent_ns, s.backwards, s.optimizers, coalesce(g.samples, -1) AS samples,
            coalesce(g.loader, -1) AS loader, coalesce(t.elements, -1) AS elements, coalesce(r.gradients, -1) AS gradients
     FROM phase p JOIN step s USING (rank, attempt, step) LEFT JOIN given g USING (rank, attempt, step)
     LEFT JOIN tokens t USING (rank, attempt, step) LEFT JOIN reached r USING (rank, attempt, step)
@@ -48,7 +48,7 @@ WITH given AS (
     SELECT rank, attempt, list(DISTINCT step ORDER BY step) AS steps FROM tensor GROUP BY ALL
 )
 SELECT s.attempt, s.rank, list(step ORDER BY step), list(time_ns ORDER BY step), list(cpu_ns ORDER BY step),
-       list(cpu_wait_ns ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
+       list(cpu_wait_ns ORDER BY step), list(agent_ns ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
        list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
        list(other_ns ORDER BY step), list(communication_ns ORDER BY step),
        list([backwards, optimizers, samples, loader, elements, gradients] ORDER BY step), coalesce(any_value(b.steps), [])
@@ -59,7 +59,9 @@ WORK = ("backwards", "optimizers", "samples", "loader", "tokens", "gradients")  
 MORE = 1.05  # times the work: one ragged batch moves no median by so much
 NEARBY = 2  # steps around a new model or loader in which a change belongs to it
 BUSIER = 0.25  # of the rise is waiting for cores: then another program may be all there is to it
-HARDER = 2.0  # times the time on a core: a neighbour on the same core or cache alone costs less
+# Times the time on a core, or the step without waiting for one: a neighbour on the same core or cache costs less. On
+# two cores with five times as many programs as cores, steps that took 60 times as long took the same without the waiting.
+HARDER = 2.0
 
 
 class Row(NamedTuple):
@@ -69,6 +71,7 @@ class Row(NamedTuple):
     time: list[int]  # without the agent, checkpoints and evaluation
     cpu: list[int]  # -1 unknown
     cpu_wait: list[int]
+    agent: list[int]
     data: list[int]
     forward: list[int]
     backward: list[int]
@@ -117,11 +120,12 @@ class Job:
         whole = numpy.median(self.time, 0)
         if self.cpu_wait is None:
             return slowing.change(whole)
-        found = slowing.change(slowing.spared(self.time, self.cpu_wait))
+        # the agent waits for cores as well
+        found = slowing.change(slowing.spared(self.time + self.of("agent"), self.cpu_wait))
         if found is None:
             return None
         seen = slowing.measured(whole, found.at, found.until)
-        return seen if seen.after >= numpy.exp(slowing.MATERIAL) * seen.before else None
+        return found if seen.after >= numpy.exp(slowing.MATERIAL) * seen.before else None
 
     def share(self, found: Change) -> slowing.Share:
         waited, backward = self.of("reduce_wait"), self.of("backward")
@@ -152,7 +156,8 @@ class Job:
             return ""
         waiting, cpu = (slowing.measured(x.sum(0), found.at, found.until) for x in (self.cpu_wait, self.of("cpu")))
         waited = (waiting.after - waiting.before) / len(self.rows)
-        if waited < BUSIER * (found.after - found.before) or cpu.after >= HARDER * cpu.before:
+        harder = cpu.after >= HARDER * cpu.before or found.after >= HARDER * found.before
+        if waited < BUSIER * (found.after - found.before) or harder:
             return ""
         return f"from step {self.steps[found.at]} on the ranks waited {waited / 1e6:.1f} ms a step longer for cores: the machine got busier"
 
@@ -176,6 +181,7 @@ def _judge(attempt: int, job: Job) -> Iterator[Finding | Abstention]:
     part = job.share(found)
     first, last = int(job.steps[found.at]), int(job.steps[found.until - 1])
     ranks = tuple(job.rows[r].rank for r in part.ranks)
+    cores = " (waiting for cores left out)" if job.cpu_wait is not None else ""
     stays = found.until == len(job.steps)
     yield Finding(
         ranks=ranks,
@@ -186,7 +192,7 @@ def _judge(attempt: int, job: Job) -> Iterator[Finding | Abstention]:
         severity="warning",
         evidence_state="INFERRED",
         subject=part.phase,
-        summary=f"steps take {found.after / 1e6:.1f} ms from step {first} on instead of {found.before / 1e6:.1f} ms, "
+        summary=f"steps take {found.after / 1e6:.1f} ms from step {first} on instead of {found.before / 1e6:.1f} ms{cores}, "
         + ("to the end" if stays else f"until step {last}")
         + (f": {part.part:.0%} of the rise is in phase {part.phase}" if part.phase != "mixed" else ": in several phases")
         + f" of {ranks_text(ranks)}",

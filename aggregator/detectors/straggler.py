@@ -32,16 +32,16 @@ WITH role AS (
     SELECT rank, attempt, sum(DISTINCT hash(name, CASE WHEN sharing = 'sharded' THEN '' ELSE shape END) // 65536) AS stage, bool_or(sharing = 'sharded') AS sharded
     FROM tensor WHERE kind = 'param' GROUP BY ALL
 ), p AS (
-    SELECT rank, attempt, step, data_ns, forward_ns, backward_ns, coalesce(reduce_wait_ns, -1) AS reduce_wait_ns,
-           optimizer_ns, other_ns, coalesce(cpu_wait_ns, -1) AS cpu_wait_ns,
-           coalesce(reduce_cpu_wait_ns, -1) AS reduce_cpu_wait_ns
-    FROM phase WHERE step > 1
+    SELECT rank, attempt, step, p.data_ns, p.forward_ns, p.backward_ns, coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns,
+           p.optimizer_ns, p.other_ns, coalesce(cpu_wait_ns, -1) AS cpu_wait_ns, coalesce(
+               [w.data_ns, w.forward_ns, w.backward_ns, w.optimizer_ns, w.other_ns], []) AS waits
+    FROM phase p LEFT JOIN cpu_wait w USING (rank, attempt, step) WHERE step > 1
 )
 SELECT p.attempt, coalesce(any_value(r.stage), 0) AS stage, coalesce(bool_or(r.sharded), FALSE), p.rank,
        list(step ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
        list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
        list(other_ns ORDER BY step), list(cpu_wait_ns ORDER BY step),
-       list(reduce_cpu_wait_ns ORDER BY step)
+       list(CASE WHEN waits[1] IS NULL THEN [] ELSE waits END ORDER BY step)
 FROM p LEFT JOIN role r USING (rank, attempt)
 GROUP BY p.attempt, p.rank ORDER BY p.attempt, stage, p.rank
 """
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     optimizer: list[int]
     other: list[int]
     cpu_wait: list[int]  # -1 unknown
-    reduce_cpu_wait: list[int]  # -1 where it was not measured
+    waits: list[list[int]]  # the same by phase, as in WAITED; empty where it was not measured
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -96,8 +96,23 @@ def peers_of(stage: int, rows: Sequence[Row]) -> Peers:
         waited = times("reduce_wait")
         own["forward"] = times("forward")
         own["backward"] = numpy.where(waited >= 0, times("backward") - waited, numpy.nan)
-    cpu_wait = times("cpu_wait") - numpy.maximum(times("reduce_cpu_wait"), 0)
-    return Peers(stage, tuple(r.rank for r in rows), common, own, None if (cpu_wait < 0).any() else cpu_wait)
+    return Peers(stage, tuple(r.rank for r in rows), common, own, _cpu_waits(own, rows, at, times("cpu_wait")))
+
+
+WAITED = ("data", "forward", "backward", "optimizer", "other")
+
+
+def _cpu_waits(own: dict[str, Any], rows: Sequence[Row], at: Sequence[Any], total: Any) -> dict[str, Any] | None:
+    """Waiting for a core by phase; where that was not measured, all of the step's may have been in any of them."""
+    if not total.size or (total < 0).any():
+        return None
+    waits = {op: total.copy() for op in own}
+    for r, (row, steps) in enumerate(zip(rows, at, strict=True)):
+        for n, i in enumerate(steps.tolist()):
+            for op, wait in zip(WAITED, row.waits[i], strict=False):
+                if op in waits:
+                    waits[op][r, n] = wait
+    return waits
 
 
 def _doubt(found: Straggler) -> Abstention:
@@ -111,13 +126,14 @@ def _doubt(found: Straggler) -> Abstention:
 def _finding(attempt: int, group: Peers, found: Straggler) -> Finding:
     pair, slow = len(found.ranks) > 1, found.ranks[0]
     # Rank 0 prints, logs and saves for all, by files that only it writes; that everybody waits for it is usual.
-    usual = slow == 0 and found.phase == "other"
+    # In a pair the one that waits for it, by means that nobody sees, spends more time as well.
+    usual = (slow == 0 or pair) and found.phase == "other"
     apart = found.excess >= numpy.expm1(straggling.PAIR_APART)
     cannot = ["why: a slower device, more work, or another program beside it"]
     if pair:
         cannot.insert(0, "which of the two is as it should be: with two ranks there is no majority")
     if usual:
-        cannot.append("whether it is what rank 0 does for all, such as logs")
+        cannot.append("whether it works for all, such as writing logs, or waits for the other in a way that is not seen")
     over = f"{found.excess:+.0%} own time ({found.excess_ns / 1e6:.1f} ms a step)"
     unit = "steps" if found.size == 1 else f"sums over {found.size} steps"
     against = f"rank {found.ranks[1]}" if pair else f"the median of its {len(group.ranks) - 1} peers"
