@@ -166,40 +166,52 @@ def _judge(group: Peers, own: Times, spared: Times | None, steps: Any, size: int
     without_waits = dict(_views(spared, size)) if spared else {}
     chance = min(CHANCE, BUDGET / (2 * len(BLOCKS) * (len(own) + 1) * tests))
     for op, times in _views(own, size):
-        seen, sure = _away(times), _away(without_waits[op]) if spared else None
-        for away in (seen, sure) if sure is not None else (seen,):
-            for r, a, b in _stretches(away > HIT):
+        seen = View(times)
+        sure = View(without_waits[op]) if spared else None
+        for view in (seen, sure) if sure is not None else (seen,):
+            for r, a, b in _stretches(view.away > HIT):
                 here = slice(a, b)
                 excess_ns = float(numpy.median((times - numpy.median(times, 0))[r, here])) / size
                 lasting = b >= times.shape[1] - 1 or b - a >= LASTING * times.shape[1]
-                if not lasting or excess_ns < LEAST_NS or not _apart(away[:, here], r, chance):
+                if not lasting or excess_ns < LEAST_NS or view.chance(r, here) > chance or not view.stands(r, here):
                     continue
-                if away is sure and not _leans(seen[:, here], r):
+                if view is sure and not seen.leans(r, here):
                     continue
-                doubtful = away is seen and sure is not None and not _stands(sure[:, here], r)
+                doubtful = view is seen and sure is not None and not sure.stands(r, here)
                 excess = {name: _trimmed(x[r, here] - _usual(x, r)[here]) for name, x in sums.items()}
                 skipped = len(steps) - times.shape[1] * size
-                hits = int((away[r, here] > HIT).sum())
                 yield Straggler(
                     (group.ranks[r], group.ranks[1 - r]) if len(group.ranks) == 2 else (group.ranks[r],),
                     int(steps[skipped + a * size]), int(steps[skipped + b * size - 1]),
-                    op or max(excess, key=lambda name: excess[name]), math.expm1(float(numpy.median(seen[r, here]))),
-                    excess_ns, hits, b - a, size, at_least(hits, b - a), math.expm1(_least(away[:, here], r)), doubtful,
+                    op or max(excess, key=lambda name: excess[name]), math.expm1(float(numpy.median(seen.away[r, here]))),
+                    excess_ns, view.hits(r, here), b - a, size, view.chance(r, here), math.expm1(view.least(r, here)),
+                    doubtful,
                 )  # fmt: skip
 
 
-def _apart(away: Any, r: int, chance: float) -> bool:
-    hits = int((away[r] > HIT).sum())
-    return at_least(hits, away.shape[1]) <= chance and _stands(away, r)
+class View:
+    """One kind of time [rank, block], and what it says of a rank's stretch of blocks."""
 
+    def __init__(self, times: Any) -> None:
+        self.times, self.away = times, _away(times)
 
-def _stands(away: Any, r: int) -> bool:
-    return bool((away[r] > HIT).mean() >= SHARE and numpy.median(away[r]) >= _least(away, r))
+    def hits(self, r: int, here: slice) -> int:
+        return int((self.away[r, here] > HIT).sum())
 
+    def chance(self, r: int, here: slice) -> float:
+        return at_least(self.hits(r, here), here.stop - here.start)
 
-def _leans(away: Any, r: int) -> bool:
-    """What is certain without waiting for cores is to be seen with it as well, if less clearly."""
-    return bool((away[r] > HIT).mean() >= LEANS and numpy.median(away[r]) >= MATERIAL)
+    def least(self, r: int, here: slice) -> float:
+        return _least(self.times[:, here], r)
+
+    def stands(self, r: int, here: slice) -> bool:
+        away = self.away[r, here]
+        return bool((away > HIT).mean() >= SHARE and numpy.median(away) >= self.least(r, here))
+
+    def leans(self, r: int, here: slice) -> bool:
+        """What is certain without waiting for cores is to be seen with it as well, if less clearly."""
+        away = self.away[r, here]
+        return bool((away > HIT).mean() >= LEANS and numpy.median(away) >= MATERIAL)
 
 
 def _stretches(hit: Any) -> Iterator[tuple[int, int, int]]:
@@ -235,13 +247,17 @@ def _away(total: Any) -> Any:
     )
 
 
-def _least(away: Any, r: int) -> float:
-    """The typical excess that a rank must have to be apart from these peers; of a pair, from their own scatter."""
-    others = numpy.delete(away, r, 0)
+def _least(times: Any, r: int) -> float:
+    """The excess that a rank must typically have to be apart from these peers; of a pair, from how the two scatter."""
+    logs = numpy.log(numpy.maximum(times, 1e-9))
+    if len(logs) == 2:
+        away = logs[r] - logs[1 - r]
+        return float(max(MATERIAL, STEP_SCATTERS * numpy.median(numpy.abs(away - numpy.median(away)))))
+    others = numpy.delete(logs, r, 0)
+    others = others - numpy.median(others, 0)
     places = numpy.median(others, 1, keepdims=True)
-    steps = float(numpy.median(numpy.abs(others - places)))
-    between = float(numpy.median(numpy.abs(places))) if len(others) > 1 else 0.0
-    return float(max(MATERIAL, SCATTERS * between, STEP_SCATTERS * steps))
+    steps = numpy.median(numpy.abs(others - places))
+    return float(max(MATERIAL, SCATTERS * numpy.median(numpy.abs(places)), STEP_SCATTERS * steps))
 
 
 def _trimmed(x: Any) -> float:

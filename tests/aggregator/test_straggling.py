@@ -112,6 +112,15 @@ def test_steps_in_which_backward_was_not_told_from_waiting_count_without_it():
     assert (found.ranks, found.phase) == ((2,), "backward")
 
 
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+@pytest.mark.parametrize("factor", [1.5, 3.0, 40.0])
+def test_of_few_ranks_the_slow_one_is_no_part_of_its_peers_scatter(ranks, factor):
+    own = noisy(13, ranks)
+    own["forward"][1] *= factor
+    found = stragglers(group(own))
+    assert [f.ranks for f in found] == [(1,)]
+
+
 def test_a_pair_is_named_as_such():
     own = noisy(9, ranks=2)
     own["forward"][1] *= 4
