@@ -95,7 +95,7 @@ def spared(times: Any, cpu_wait: Any) -> Any:
 
 @dataclass(frozen=True)
 class Share:
-    """Where a rise comes from. `ranks` are positions; `of_all` when nobody's own time rose: they wait for one another."""
+    """Where a rise comes from: positions of ranks (all when nobody's own time rose), phase and its part of the rise."""
 
     ranks: tuple[int, ...]
     phase: str

@@ -99,7 +99,7 @@ def peers(ops: Iterable[Op]) -> list[Peers]:
 
 
 def stragglers(group: Peers, tests: int = 1) -> list[Straggler]:
-    """The ranks of one group that straggle, each with its longest stretch. `tests`: groups that are judged in this run."""
+    """The ranks of one group that straggle, each with its longest stretch. `tests`: groups judged in this run."""
     if len(group.ranks) < 2 or not group.own:
         return []
     found: dict[int, Straggler] = {}
@@ -183,7 +183,8 @@ def _judge(group: Peers, own: Times, spared: Times | None, steps: Any, size: int
                 yield Straggler(
                     (group.ranks[r], group.ranks[1 - r]) if len(group.ranks) == 2 else (group.ranks[r],),
                     int(steps[skipped + a * size]), int(steps[skipped + b * size - 1]),
-                    op or max(excess, key=lambda name: excess[name]), math.expm1(float(numpy.median(seen.away[r, here]))),
+                    op or max(excess, key=lambda name: excess[name]),
+                    math.expm1(float(numpy.median(seen.away[r, here]))),
                     excess_ns, view.hits(r, here), b - a, size, view.chance(r, here), math.expm1(view.least(r, here)),
                     doubtful,
                 )  # fmt: skip

@@ -104,7 +104,8 @@ def _finding(rows: list[Row]) -> Finding:
         summary=f"{doing} took {worst.share:.0%} of the time on {ranks_text(ranks)}: {each / 1e6:.0f} ms "
         f"each time, every {every:.3g} steps, {worst.times} times",
         evidence=tuple(
-            Evidence(r.rank, r.last, f"share of the time in {phase}", f"{r.share:.0%}", f"{r.times} times") for r in rows[:8]
+            Evidence(r.rank, r.last, f"share of the time in {phase}", f"{r.share:.0%}", f"{r.times} times")
+            for r in rows[:8]
         ),
         cannot_conclude=("how often the program needs it",),
         next_check="save less often, less at a time, or beside training (torch.distributed.checkpoint.async_save)"

@@ -39,8 +39,9 @@ WITH given AS (
                - coalesce(p.evaluation_ns, 0) AS time_ns, p.data_ns, p.forward_ns, p.backward_ns,
            coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
            coalesce(p.communication_ns, 0) AS communication_ns, coalesce(p.cpu_ns, -1) AS cpu_ns,
-           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.agent_ns, s.backwards, s.optimizers, coalesce(g.samples, -1) AS samples,
-           coalesce(g.loader, -1) AS loader, coalesce(t.elements, -1) AS elements, coalesce(r.gradients, -1) AS gradients
+           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.agent_ns, s.backwards, s.optimizers,
+           coalesce(g.samples, -1) AS samples, coalesce(g.loader, -1) AS loader,
+           coalesce(t.elements, -1) AS elements, coalesce(r.gradients, -1) AS gradients
     FROM phase p JOIN step s USING (rank, attempt, step) LEFT JOIN given g USING (rank, attempt, step)
     LEFT JOIN tokens t USING (rank, attempt, step) LEFT JOIN reached r USING (rank, attempt, step)
     WHERE s.step_ns > 0
@@ -48,10 +49,12 @@ WITH given AS (
     SELECT rank, attempt, list(DISTINCT step ORDER BY step) AS steps FROM tensor GROUP BY ALL
 )
 SELECT s.attempt, s.rank, list(step ORDER BY step), list(time_ns ORDER BY step), list(cpu_ns ORDER BY step),
-       list(cpu_wait_ns ORDER BY step), list(agent_ns ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
+       list(cpu_wait_ns ORDER BY step), list(agent_ns ORDER BY step), list(data_ns ORDER BY step),
+       list(forward_ns ORDER BY step),
        list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
        list(other_ns ORDER BY step), list(communication_ns ORDER BY step),
-       list([backwards, optimizers, samples, loader, elements, gradients] ORDER BY step), coalesce(any_value(b.steps), [])
+       list([backwards, optimizers, samples, loader, elements, gradients] ORDER BY step),
+       coalesce(any_value(b.steps), [])
 FROM s LEFT JOIN built b USING (rank, attempt) GROUP BY s.attempt, s.rank ORDER BY s.attempt, s.rank
 """
 
@@ -60,7 +63,7 @@ MORE = 1.05  # times the work: one ragged batch moves no median by so much
 NEARBY = 2  # steps around a new model or loader in which a change belongs to it
 BUSIER = 0.25  # of the rise is waiting for cores: then another program may be all there is to it
 # Times the time on a core, or the step without waiting for one: a neighbour on the same core or cache costs less. On
-# two cores with five times as many programs as cores, steps that took 60 times as long took the same without the waiting.
+# two cores with five programs a core, steps that took 60 times as long took the same without the waiting.
 HARDER = 2.0
 
 
@@ -159,7 +162,8 @@ class Job:
         harder = cpu.after >= HARDER * cpu.before or found.after >= HARDER * found.before
         if waited < BUSIER * (found.after - found.before) or harder:
             return ""
-        return f"from step {self.steps[found.at]} on the ranks waited {waited / 1e6:.1f} ms a step longer for cores: the machine got busier"
+        longer = f"the ranks waited {waited / 1e6:.1f} ms a step longer for cores"
+        return f"from step {self.steps[found.at]} on {longer}: the machine got busier"
 
 
 def _usual(x: Any) -> float:
@@ -192,9 +196,10 @@ def _judge(attempt: int, job: Job) -> Iterator[Finding | Abstention]:
         severity="warning",
         evidence_state="INFERRED",
         subject=part.phase,
-        summary=f"steps take {found.after / 1e6:.1f} ms from step {first} on instead of {found.before / 1e6:.1f} ms{cores}, "
+        summary=f"steps take {found.after / 1e6:.1f} ms from step {first} on instead of "
+        f"{found.before / 1e6:.1f} ms{cores}, "
         + ("to the end" if stays else f"until step {last}")
-        + (f": {part.part:.0%} of the rise is in phase {part.phase}" if part.phase != "mixed" else ": in several phases")
+        + (": in several phases" if part.phase == "mixed" else f": {part.part:.0%} of it in phase {part.phase}")
         + f" of {ranks_text(ranks)}",
         evidence=(
             Evidence(None, first, "median step time", f"{found.after / 1e6:.2f} ms",

@@ -1,7 +1,7 @@
 """A rank takes steadily longer than its peers for its own work; the others wait for it in every step.
 
 Reads     phase, tensor
-Says      ranks, from which step to which, in which phase, how much longer; a stage that is heavier than the others as a note
+Says      ranks, from which step to which, in which phase, how much longer; as a note a stage heavier than the others
 Unknown   fewer than 20 steps after the first five; which of two ranks is the odd one
 Blind to  work in forward and backward of sharded models, in which waiting for peers can't be told from work; less than
           a millisecond a step; what a rank's other threads do
@@ -29,11 +29,13 @@ PARAMS: dict[str, object] = {}
 # Ranks with the same tensors do the same work; a rank without any belongs to those without any.
 SQL = """
 WITH role AS (
-    SELECT rank, attempt, sum(DISTINCT hash(name, CASE WHEN sharing = 'sharded' THEN '' ELSE shape END) // 65536) AS stage, bool_or(sharing = 'sharded') AS sharded
+    SELECT rank, attempt, bool_or(sharing = 'sharded') AS sharded,
+           sum(DISTINCT hash(name, CASE WHEN sharing = 'sharded' THEN '' ELSE shape END) // 65536) AS stage
     FROM tensor WHERE kind = 'param' GROUP BY ALL
 ), p AS (
-    SELECT rank, attempt, step, p.data_ns, p.forward_ns, p.backward_ns, coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns,
-           p.optimizer_ns, p.other_ns, coalesce(cpu_wait_ns, -1) AS cpu_wait_ns, coalesce(
+    SELECT rank, attempt, step, p.data_ns, p.forward_ns, p.backward_ns,
+           coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
+           coalesce(cpu_wait_ns, -1) AS cpu_wait_ns, coalesce(
                [w.data_ns, w.forward_ns, w.backward_ns, w.optimizer_ns, w.other_ns], []) AS waits
     FROM phase p LEFT JOIN cpu_wait w USING (rank, attempt, step) WHERE step > 1
 )
@@ -118,7 +120,8 @@ def _cpu_waits(own: dict[str, Any], rows: Sequence[Row], at: Sequence[Any], tota
 def _doubt(found: Straggler) -> Abstention:
     return Abstention(
         "INSUFFICIENT_EVIDENCE",
-        f"{ranks_text(found.ranks[:1])} took {found.excess:+.0%} own time in steps {found.first_step} to {found.last_step}, "
+        f"{ranks_text(found.ranks[:1])} took {found.excess:+.0%} own time in steps {found.first_step} to "
+        f"{found.last_step}, "
         "yet that may be no more than waiting for a core on a busy machine",
     )
 
@@ -133,7 +136,9 @@ def _finding(attempt: int, group: Peers, found: Straggler) -> Finding:
     if pair:
         cannot.insert(0, "which of the two is as it should be: with two ranks there is no majority")
     if usual:
-        cannot.append("whether it works for all, such as writing logs, or waits for the other in a way that is not seen")
+        cannot.append(
+            "whether it works for all, such as writing logs, or waits for the other in a way that is not seen"
+        )
     over = f"{found.excess:+.0%} own time ({found.excess_ns / 1e6:.1f} ms a step)"
     unit = "steps" if found.size == 1 else f"sums over {found.size} steps"
     against = f"rank {found.ranks[1]}" if pair else f"the median of its {len(group.ranks) - 1} peers"
@@ -173,8 +178,8 @@ def _stages(attempt: int, groups: list[Peers]) -> Iterator[Finding]:
             severity="note",
             evidence_state="INFERRED",
             subject="stage",
-            summary=f"{ranks_text(heavy.ranks)}, which hold the same part of the model, take {heavy.ratio:.2f} times as long "
-            "as the ranks of other parts",
+            summary=f"{ranks_text(heavy.ranks)}, which hold the same part of the model, take "
+            f"{heavy.ratio:.2f} times as long as the ranks of other parts",
             cannot_conclude=("whether another cut of the model would be faster",),
             next_check="compare how the layers are dealt to the stages",
         )

@@ -21,7 +21,8 @@ def test_the_first_slow_step_is_exact(factor, at):
         x = steps(seed, scatter=0.02)
         x[at:] *= factor
         found = change(x)
-        assert found is not None and (found.at, found.until) == (at, 120)
+        assert found is not None
+        assert (found.at, found.until) == (at, 120)
         assert abs(found.after / found.before / factor - 1) < 0.05
 
 
@@ -29,7 +30,8 @@ def test_an_episode_has_an_end():
     x = steps(1, 200)
     x[80:140] *= 3
     found = change(x)
-    assert found is not None and (found.at, found.until) == (80, 140)
+    assert found is not None
+    assert (found.at, found.until) == (80, 140)
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.02, 0.1, 0.4, 1.2])
@@ -108,8 +110,8 @@ def test_ranks_whose_own_time_rose_are_named_with_the_phase():
 
 
 def test_when_nobodys_own_time_rose_all_wait_for_one_another():
-    found = share(rising([], "data", 0), {"reduce_wait": numpy.repeat([[0.0, 30 * MS]], 40, 1) + numpy.zeros((4, 1))}, 40, 80,
-                  30 * MS)  # fmt: skip
+    waits = {"reduce_wait": numpy.repeat([[0.0, 30 * MS]], 40, 1) + numpy.zeros((4, 1))}
+    found = share(rising([], "data", 0), waits, 40, 80, 30 * MS)
     assert (found.ranks, found.phase) == ((0, 1, 2, 3), "communication")
 
 

@@ -1,4 +1,4 @@
-"""Who straggles, from durations alone: three shapes of production jobs, noise of many kinds, and what is no straggler."""
+"""Who straggles, from durations alone: shapes of three production jobs, noise of many kinds, what is no straggler."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def test_ten_percent_of_own_time_over_thirty_steps_is_named_with_its_phase(phase
     own[phase][slow, 20:50] += 0.1 * 50 * MS
     (found,) = stragglers(group(own))
     assert (found.ranks, found.phase) == ((slow,), phase)
-    assert abs(found.first_step - 21) <= 1 and abs(found.last_step - 50) <= 1
-    assert 0.08 < found.excess < 0.12 and not found.doubtful
+    assert abs(found.first_step - 21) <= 1
+    assert abs(found.last_step - 50) <= 1
+    assert 0.08 < found.excess < 0.12
+    assert not found.doubtful
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.01, 0.05, 0.2, 0.6, 1.5])
@@ -78,7 +80,8 @@ def test_a_loader_whose_workers_deliver_in_turns_is_judged_by_sums():
     own = noisy(4, steps=120)
     own["data"][3, ::2] += 60 * MS
     (found,) = stragglers(group(own))
-    assert (found.ranks, found.phase) == ((3,), "data") and found.size > 1
+    assert (found.ranks, found.phase) == ((3,), "data")
+    assert found.size > 1
 
 
 def test_a_phase_is_seen_below_the_noise_of_the_others():
@@ -104,7 +107,8 @@ def test_steps_in_which_backward_was_not_told_from_waiting_count_without_it():
     own["backward"][:, 100:] = numpy.nan
     own["data"][1, 150:] += 10 * MS
     (found,) = stragglers(group(own))
-    assert (found.ranks, found.phase) == ((1,), "data") and abs(found.first_step - 151) <= 2
+    assert (found.ranks, found.phase) == ((1,), "data")
+    assert abs(found.first_step - 151) <= 2
     own = noisy(8, steps=300)
     own["backward"][2] += 10 * MS
     own["backward"][:, 100:] = numpy.nan
@@ -200,7 +204,8 @@ def test_a_heavier_stage_is_said_of_the_stage():
     groups = peers(rows_of(ms))
     assert not [f for g in groups for f in stragglers(g, 4)]
     (heavy,) = heavy_stages(groups)
-    assert (heavy.stage, heavy.ranks) == (3, (6, 7)) and abs(heavy.ratio - 1.62) < 0.02
+    assert (heavy.stage, heavy.ranks) == (3, (6, 7))
+    assert abs(heavy.ratio - 1.62) < 0.02
 
 
 def trace(name):
@@ -217,7 +222,9 @@ def trace(name):
 def test_the_trace_of_one_slow_worker():
     groups = trace("AR")
     (found,) = [f for g in groups for f in stragglers(g, len(groups))]
-    assert found.ranks == (0,) and 1.3 < found.excess < 1.4 and found.hits == found.blocks
+    assert found.ranks == (0,)
+    assert 1.3 < found.excess < 1.4
+    assert found.hits == found.blocks
     assert not heavy_stages(groups)
 
 
