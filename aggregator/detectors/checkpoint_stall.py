@@ -23,8 +23,8 @@ PARAMS: dict[str, object] = {}
 # The first steps hold the start of everything, and a save of the untrained model: they are no pace.
 SQL = """
 WITH s AS (
-    SELECT p.rank, p.attempt, p.step, s.step_ns - s.agent_ns AS time_ns, coalesce(p.checkpoint_ns, 0) AS checkpoint_ns,
-           coalesce(p.evaluation_ns, 0) AS evaluation_ns
+    SELECT p.rank, p.attempt, p.step, (s.step_ns - s.agent_ns)::DOUBLE AS time_ns,
+           coalesce(p.checkpoint_ns, 0) AS checkpoint_ns, coalesce(p.evaluation_ns, 0) AS evaluation_ns
     FROM phase p JOIN step s USING (rank, attempt, step) WHERE s.step_ns > 0 AND p.step > 2
 ), pauses AS (
     SELECT 'checkpoint' AS phase, * EXCLUDE (checkpoint_ns, evaluation_ns), checkpoint_ns AS pause_ns FROM s

@@ -1,9 +1,10 @@
 """Training waits for its data for more of the time than it computes.
 
-Reads     phase, step, batch, loader
+Reads     phase, phase_device, step, batch, loader
 Says      the ranks that wait, the share of the time, how long a step, how many loader workers they have
 Unknown   fewer than 20 steps after the first; a machine so busy that the making of batches had to wait for cores
-Blind to  waits below 10 ms a step; data that no torch DataLoader gives; waits that a device's queue of work hides
+Blind to  waits below 10 ms a step; data that no torch DataLoader gives; on a device, in steps that were not watched,
+          waits that its queue of work hides
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ PARAMS = {
 }
 
 # The first batch of a pass waits for its workers to start: that is no pace. What rank 0 reads for all is its own wait.
+# On a CUDA device only what it stood still for counts.
+# Differences of times are doubles: DuckDB 2.0.1 packs whole numbers for sorting by bounds that it guesses, and gave 0.
 SQL = """
 WITH loaders AS (
     SELECT b.rank, b.attempt, b.step, min(b.index) AS index, max(l.workers) AS workers, max(l.dispatched) AS dispatched
     FROM batch b LEFT JOIN loader l USING (rank, attempt, pid, loader, iterator)
     WHERE b."end" = '' AND b.grad_enabled GROUP BY ALL
 ), s AS (
-    SELECT p.rank, p.attempt, p.step, p.data_ns,
-           s.step_ns - s.agent_ns - coalesce(p.checkpoint_ns, 0) - coalesce(p.evaluation_ns, 0) AS time_ns,
+    SELECT p.rank, p.attempt, p.step,
+           CASE WHEN d.gap_ns >= 0 THEN least(p.data_ns, d.gap_ns) ELSE p.data_ns END AS data_ns,
+           (s.step_ns - s.agent_ns - coalesce(p.checkpoint_ns, 0) - coalesce(p.evaluation_ns, 0))::DOUBLE AS time_ns,
            coalesce(p.cpu_ns, -1) AS cpu_ns, coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, l.workers,
            row_number() OVER (PARTITION BY p.rank, p.attempt ORDER BY p.step) AS n
     FROM phase p JOIN step s USING (rank, attempt, step) JOIN loaders l USING (rank, attempt, step)
+    LEFT JOIN phase_device d USING (rank, attempt, step)
     WHERE p.step > $warm_up AND s.step_ns > 0 AND l.index > 0 AND (coalesce(l.dispatched, 0) = 0 OR p.rank = 0)
 ), blocks AS (
     SELECT rank, attempt, min(step) AS first, max(step) AS last, count(*) AS steps, sum(data_ns) AS data_ns,

@@ -3,7 +3,8 @@
 Reads     step, phase, batch, labels, grad, tensor
 Says      the first slow step, times before and after, the ranks whose own time rose, the phase
 Unknown   fewer than 20 steps before and after; the machine got busier; the steps do more work than before
-Blind to  a rise below 30 % or 2 ms; one that began within the first 25 steps
+Blind to  a rise below 30 % or 2 ms; one that began within the first 25 steps; with a CUDA device, in
+          which phase: it says where the host waited
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ CODE = "SLOWDOWN"
 NEEDS = {"phase": 1, "step": 1}
 PARAMS: dict[str, object] = {}
 
+# A difference of times is a double: DuckDB 2.0.1 packs whole numbers for sorting by bounds that it guesses, wrongly.
 SQL = """
 WITH given AS (
     SELECT rank, attempt, step, sum(samples) AS samples, any_value(loader) AS loader
@@ -35,8 +37,8 @@ WITH given AS (
     SELECT rank, attempt, step, max(len(list_filter(l2, lambda x: x > 0))) AS gradients
     FROM grad WHERE stage = 'local' GROUP BY ALL
 ), s AS (
-    SELECT p.rank, p.attempt, p.step, s.step_ns - s.agent_ns - coalesce(p.checkpoint_ns, 0)
-               - coalesce(p.evaluation_ns, 0) AS time_ns, p.data_ns, p.forward_ns, p.backward_ns,
+    SELECT p.rank, p.attempt, p.step, (s.step_ns - s.agent_ns - coalesce(p.checkpoint_ns, 0)
+               - coalesce(p.evaluation_ns, 0))::DOUBLE AS time_ns, p.data_ns, p.forward_ns, p.backward_ns,
            coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
            coalesce(p.communication_ns, 0) AS communication_ns, coalesce(p.cpu_ns, -1) AS cpu_ns,
            coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.agent_ns, s.backwards, s.optimizers,

@@ -1,6 +1,6 @@
 """A rank takes steadily longer than its peers for its own work; the others wait for it in every step.
 
-Reads     phase, tensor
+Reads     phase, phase_device, cpu_wait, tensor
 Says      ranks, from which step to which, in which phase, how much longer; as a note a stage heavier than the others
 Unknown   fewer than 20 steps after the first five; which of two ranks is the odd one
 Blind to  work in forward and backward of sharded models, in which waiting for peers can't be told from work; less than
@@ -26,7 +26,8 @@ CODE = "STRAGGLER"
 NEEDS = {"phase": 1}
 PARAMS: dict[str, object] = {}
 
-# Ranks with the same tensors do the same work; a rank without any belongs to those without any.
+# Ranks with the same tensors do the same work; a rank without any belongs to those without any. On a CUDA device its
+# own times count, the host's show launches; there the wait for data is what the device stood still for meanwhile.
 SQL = """
 WITH role AS (
     SELECT rank, attempt, bool_or(sharing = 'sharded') AS sharded,
@@ -37,7 +38,13 @@ WITH role AS (
            coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
            coalesce(cpu_wait_ns, -1) AS cpu_wait_ns, coalesce(
                [w.data_ns, w.forward_ns, w.backward_ns, w.optimizer_ns, w.other_ns], []) AS waits
-    FROM phase p LEFT JOIN cpu_wait w USING (rank, attempt, step) WHERE step > 1
+    FROM phase p LEFT JOIN cpu_wait w USING (rank, attempt, step)
+    WHERE step > 1 AND (rank, attempt) NOT IN (SELECT (rank, attempt) FROM phase_device)
+    UNION ALL
+    SELECT rank, attempt, step, least(d.gap_ns, p.data_ns), d.forward_ns, d.backward_ns, d.reduce_wait_ns,
+           d.optimizer_ns, d.gap_ns - least(d.gap_ns, p.data_ns), -1, []
+    FROM phase_device d JOIN phase p USING (rank, attempt, step)
+    WHERE step > 1 AND d.gap_ns >= 0 AND p.checkpoint_ns = 0 AND p.evaluation_ns = 0
 )
 SELECT p.attempt, coalesce(any_value(r.stage), 0) AS stage, coalesce(bool_or(r.sharded), FALSE), p.rank,
        list(step ORDER BY step), list(data_ns ORDER BY step), list(forward_ns ORDER BY step),

@@ -1,7 +1,8 @@
-"""One of 4 ranks takes 10 % longer for its own work over 30 steps, in a random phase: STRAGGLER names both, or nobody.
+"""One of 4 ranks takes 10 % longer for its own work over 30 steps, in a random phase: STRAGGLER names both.
 
 The work is virtual: each phase sleeps its time, so that four ranks need next to no core and two cores are enough. A
-third of the runs has no straggler, and a third none but work that varies by 20 % from step to step: both must be silent.
+third of the runs has no straggler, and a third none but work that varies by 20 % from step to step: both must be
+silent.
 """
 
 from __future__ import annotations

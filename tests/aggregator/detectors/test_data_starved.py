@@ -14,7 +14,8 @@ def judged(rows, ranks=2):
 def test_waiting_for_data_most_of_the_time_is_found_with_the_workers():
     outcome, (found,) = judged(timed(2, 60, data_ns="30e6"))
     assert (outcome, found.ranks, found.severity, found.evidence_state) == ("INCIDENT", (0, 1), "warning", "OBSERVED")
-    assert "75% of the time" in found.summary and "2 loader workers" in found.summary
+    assert "75% of the time" in found.summary
+    assert "2 loader workers" in found.summary
 
 
 def test_workers_that_deliver_in_turns_are_judged_by_sums():
@@ -47,6 +48,13 @@ def test_what_rank_0_reads_for_all_is_not_the_others_wait():
     rows = timed(2, 60, data_ns="30e6")
     rows.connection.execute("UPDATE loader SET dispatched = 2")
     assert [f.ranks for f in judged(rows)[1]] == [(0,)]
+
+
+def test_a_wait_that_a_device_works_through_is_none():
+    rows = timed(2, 60, data_ns="30e6")
+    rows.connection.execute("""INSERT INTO phase_device BY NAME SELECT rank, attempt, step, 1000000 AS gap_ns, 30000000
+        AS forward_ns, 9000000 AS backward_ns, 0 AS reduce_wait_ns, 0 AS optimizer_ns FROM phase""")
+    assert judged(rows) == ("CLEAR", [])
 
 
 def test_too_few_steps_are_no_evidence():

@@ -13,9 +13,10 @@ def judged(rows, ranks=4):
 
 def test_the_slow_rank_is_named_and_not_those_that_wait_for_it():
     slow = "rank = 2 AND step >= 15"
-    outcome, (found,) = judged(timed(4, 60, data_ns=f"CASE WHEN {slow} THEN 4e6 ELSE 1e6 END",
-                                     reduce_wait_ns="CASE WHEN rank <> 2 AND step >= 15 THEN 3e6 ELSE 0 END",
-                                     backward_ns="CASE WHEN rank <> 2 AND step >= 15 THEN 8e6 ELSE 5e6 END"))  # fmt: skip
+    rows = timed(4, 60, data_ns=f"CASE WHEN {slow} THEN 4e6 ELSE 1e6 END",
+                 reduce_wait_ns="CASE WHEN rank <> 2 AND step >= 15 THEN 3e6 ELSE 0 END",
+                 backward_ns="CASE WHEN rank <> 2 AND step >= 15 THEN 8e6 ELSE 5e6 END")  # fmt: skip
+    outcome, (found,) = judged(rows)
     assert outcome == "INCIDENT"
     assert (found.ranks, found.first_step, found.last_step, found.subject) == ((2,), 15, 60, "data")
     assert (found.severity, found.evidence_state) == ("warning", "INFERRED")
@@ -75,8 +76,19 @@ def test_ranks_that_hold_other_tensors_are_no_peers():
     rows = timed(4, 60, forward_ns="CASE WHEN rank >= 2 THEN 6e6 ELSE 3e6 END")
     for rank in range(4):
         rows.add("tensor", rank=rank, kind="param", name=f"stage{rank // 2}.w", shape="4")
-    outcome, (found,) = judged(rows)
+    _, (found,) = judged(rows)
     assert (found.ranks, found.severity, found.subject) == ((2, 3), "note", "stage")
+
+
+def test_on_a_device_its_own_times_count_and_not_the_hosts():
+    rows = timed(
+        6, 60, other_ns="CASE WHEN rank = 1 THEN 30e6 ELSE 1e6 END", data_ns="CASE WHEN rank = 2 THEN 9e6 ELSE 0 END"
+    )
+    assert {f.ranks for f in judged(rows, 6)[1]} == {(1,), (2,)}
+    rows.connection.execute("""INSERT INTO phase_device BY NAME SELECT rank, attempt, step, 2000000 AS gap_ns,
+        3000000 AS forward_ns, CASE WHEN rank = 3 THEN 12000000 ELSE 15500000 END AS backward_ns,
+        CASE WHEN rank = 3 THEN 0 ELSE 10500000 END AS reduce_wait_ns, 1000000 AS optimizer_ns FROM phase""")
+    assert [(f.ranks, f.subject) for f in judged(rows, 6)[1]] == [((3,), "backward")]
 
 
 def test_runs_without_the_newer_columns_are_judged_by_what_they_have():
