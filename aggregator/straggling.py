@@ -21,6 +21,7 @@ WARM_UP: Final = 5  # steps left out: compilation, autotuning, the start of load
 LEAST: Final = 20  # blocks: 20 of 20 is the first count with a chance below CHANCE
 HIT: Final = math.log(1.05)
 SHARE: Final = 0.8  # of the blocks are hits: a rank that takes turns with others at being the slowest has fewer
+WHOLE: Final = 0.5  # of what one phase takes longer is there in own time as a whole: else it is only spent elsewhere
 LEANS: Final = 0.6  # the same of times that hold waiting for cores, where times without it are as they must be
 CHANCE: Final = 1e-6  # of a stretch of hits from a fair coin, and less where many are tried
 BUDGET: Final = 0.01 / 4  # of false alarms in a run: the run's 1 %, shared with other rules of its kind
@@ -164,6 +165,7 @@ def _views(times: Times, size: int) -> Iterator[tuple[str, Any]]:
 def _judge(group: Peers, own: Times, spared: Times | None, steps: Any, size: int, tests: int) -> Iterator[Straggler]:
     sums = {op: _blocks(x, size) for op, x in own.items()}
     without_waits = dict(_views(spared, size)) if spared else {}
+    total = sum(sums.values())
     chance = min(CHANCE, BUDGET / (2 * len(BLOCKS) * (len(own) + 1) * tests))
     for op, times in _views(own, size):
         seen = View(times)
@@ -176,6 +178,8 @@ def _judge(group: Peers, own: Times, spared: Times | None, steps: Any, size: int
                 if not lasting or excess_ns < LEAST_NS or view.chance(r, here) > chance or not view.stands(r, here):
                     continue
                 if view is sure and not seen.leans(r, here):
+                    continue
+                if float(numpy.median(total[r, here] - _usual(total, r)[here])) < WHOLE * size * excess_ns:
                     continue
                 doubtful = view is seen and sure is not None and not sure.stands(r, here)
                 excess = {name: _trimmed(x[r, here] - _usual(x, r)[here]) for name, x in sums.items()}
@@ -271,7 +275,7 @@ def at_least(hits: int, n: int) -> float:
     """Chance of so many heads or more in `n` throws of a fair coin."""
     if n > 1000:  # normal tail with continuity correction: exact sums of large numbers take long and tell no more
         return math.erfc((hits - 0.5 - n / 2) / math.sqrt(n / 2)) / 2
-    return sum(math.comb(n, k) for k in range(hits, n + 1)) / 2**n
+    return sum(math.comb(n, k) for k in range(hits, n + 1)) / (1 << n)
 
 
 @dataclass(frozen=True)
