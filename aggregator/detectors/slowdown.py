@@ -24,7 +24,9 @@ from ..wording import ranks_text
 
 CODE = "SLOWDOWN"
 NEEDS = {"phase": 1, "step": 1}
-PARAMS: dict[str, object] = {}
+PARAMS = {
+    "told": 32,  # ranks below this one say how much work their steps are: it is alike on all, and reading it costs
+}
 
 # A difference of times is a double: DuckDB 2.0.1 packs whole numbers for sorting by bounds that it guesses, wrongly.
 SQL = """
@@ -55,7 +57,8 @@ SELECT s.attempt, s.rank, list(step ORDER BY step), list(time_ns ORDER BY step),
        list(forward_ns ORDER BY step),
        list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
        list(other_ns ORDER BY step), list(communication_ns ORDER BY step),
-       list([backwards, optimizers, samples, loader, elements, gradients] ORDER BY step),
+       CASE WHEN s.rank < $told
+           THEN list([backwards, optimizers, samples, loader, elements, gradients] ORDER BY step) ELSE [] END,
        coalesce(any_value(b.steps), [])
 FROM s LEFT JOIN built b USING (rank, attempt) GROUP BY s.attempt, s.rank ORDER BY s.attempt, s.rank
 """
@@ -84,7 +87,7 @@ class Row(NamedTuple):
     optimizer: list[int]
     other: list[int]
     communication: list[int]
-    work: list[list[int]]
+    work: list[list[int]]  # empty for most of many ranks
     built: list[int]  # steps at which what is trained was found anew
 
 
@@ -115,10 +118,10 @@ class Job:
         wait = self.of("cpu_wait")
         self.cpu_wait = None if not wait.size or (wait < 0).any() else wait
 
-    def of(self, column: str) -> Any:
-        return numpy.array(
-            [numpy.array(getattr(r, column), dtype=float)[i] for r, i in zip(self.rows, self._at, strict=True)]
-        )
+    def of(self, column: str, which: Sequence[int] | None = None) -> Any:
+        """A column of all ranks, or of those at the positions `which`."""
+        chosen = range(len(self.rows)) if which is None else which
+        return numpy.array([numpy.array(getattr(self.rows[r], column), dtype=float)[self._at[r]] for r in chosen])
 
     def change(self) -> Change | None:
         """A slowdown of the job's steps that is there with and without waiting for cores."""
@@ -145,7 +148,10 @@ class Job:
         first = int(self.steps[found.at])
         if any(abs(s - first) <= NEARBY and s > 1 for r in self.rows for s in r.built):
             return f"at step {first} what is trained was built anew"
-        work = self.of("work")
+        told = [n for n, row in enumerate(self.rows) if row.work]
+        if not told:
+            return self._busier(found)
+        work = self.of("work", told)
         for n, name in enumerate(WORK):
             before, after = _usual(work[:, : found.at, n]), _usual(work[:, found.at : found.until, n])
             if min(before, after) < 0:
