@@ -114,7 +114,8 @@ class Agent:
         self.backwards = self.backwards_total = 0
         self.updates = 0  # by torch optimizers so far: a backward left over when these are gone is no step
         self.phases: dict[str, int] = {}
-        self.phase = "other"  # where the training thread is, for a failure's row
+        self._phase = "other"
+        self.phase_left: Callable[[str], None] = lambda name: None  # set by the phases probe
         self.skipped = False
         self.discarded = 0  # backwards of the step in progress whose gradients were thrown away
         self.odd = False  # an alarm was raised in the step in progress
@@ -213,6 +214,16 @@ class Agent:
         self._events.clear()
 
     # -------------------------------------------------------- steps
+
+    @property
+    def phase(self) -> str:
+        """Where the training thread is."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.phase_left(self._phase)
+        self._phase = name
 
     def add_phase(self, name: str, elapsed_ns: int) -> None:
         self.phases[name] = self.phases.get(name, 0) + elapsed_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import guard
+from .agent import now_ns
 from .patch import Undo, replace, undo_all
 
 if TYPE_CHECKING:
@@ -44,8 +45,12 @@ def install(hooks: Hooks, forward: Forward) -> Undo:
 
     def buffers_synced(original: Any) -> Any:
         def _sync_buffers(ddp: Any) -> Any:
+            if compiling():
+                return original(ddp)
+            started = now_ns()
             result = original(ddp)
-            if not compiling() and hooks.active():
+            if hooks.active():
+                agent.add_phase("communication", now_ns() - started)
                 agent.fire("buffers_synced", ddp)
             return result
 

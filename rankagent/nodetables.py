@@ -92,7 +92,7 @@ STALL = Table("stall", (
     Column("device", "bool", "", "it holds an accelerator open, so that it may wait for it by spinning"),
     Column("closed", "bool", "", "its program had come to its end"),
     Column("event", "text", "", "stall; resumed: training went on; stopping: the launcher was about to stop the ranks"),
-    Column("phase", "text", "", "data, forward, backward, optimizer, save, load, other; empty before the first"),
+    Column("phase", "text", "", "data, forward, backward, optimizer, checkpoint, load, other; empty before the first"),
     Column("state", "text", "", "state of its main thread: R runs, S sleeps, D waits for a disk, T stopped; empty unknown"),
 ), "one row per rank and look at a job that makes no progress; `step` is the last step that the rank had completed")  # fmt: skip
 

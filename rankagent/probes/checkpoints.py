@@ -115,12 +115,14 @@ def install(emit: Emit) -> Undo:
                     return original(*args, **kwargs)
                 inside.append(name)
                 started, before = now_ns(), agent.phase
-                agent.enter(event)
+                agent.enter("checkpoint" if event == "save" else "load")
                 try:
                     result = original(*args, **kwargs)
                 finally:
                     inside.pop()
-                agent.enter(before)
+                    agent.enter(before)
+                    if event == "save":
+                        agent.add_phase("checkpoint", now_ns() - started)
                 emit.guarded(note_file, event, name, now_ns() - started, of, args, kwargs, result)
                 return result
 

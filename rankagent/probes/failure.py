@@ -22,7 +22,7 @@ FAILURE = Table("failure", (
     Column("type", "text", "", "class of the exception"),
     Column("message", "text", "", "its text, cut at 4 KiB"),
     Column("frames", "text", "", "innermost user frames, one 'file:line function' a line"),
-    Column("during", "text", "", "phase in which it was raised: data, forward, backward, optimizer, save, load, other"),
+    Column("during", "text", "", "phase in which it was raised: data, forward, backward, optimizer, checkpoint, load, other"),
 ), "one row per uncaught exception; `step` is the step in progress, the last completed one plus 1")  # fmt: skip
 
 EVENT = Table("event", (

@@ -101,10 +101,11 @@ def test_damage_in_one_table_only_weakens_the_rules_that_read_it(run_of: Copy) -
 
 
 @pytest.fixture
-def extra_rule(tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Puts one more file beside the detectors, for this test only."""
+def extra_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Puts one more file beside the detectors, and its code beside the codes, for this test only."""
     from tdbg.aggregator import detectors
 
+    monkeypatch.setitem(CODES, "EXTRA_RULE", "found by the extra rule")
     made: list[str] = []
     detectors.__path__.append(str(tmp_path / "rules"))
     (tmp_path / "rules").mkdir()
@@ -128,7 +129,7 @@ Blind to  all
 """
 from typing import NamedTuple
 from tdbg.aggregator.findings import Finding
-CODE = "CHECKPOINT_STALL"
+CODE = "EXTRA_RULE"
 NEEDS = {"step": 1}
 PARAMS = {}
 SQL = "SELECT rank FROM step"
@@ -154,7 +155,7 @@ def test_a_rule_that_fails_is_reported_and_breaks_nothing_else(
 ) -> None:
     extra_rule(RULE.replace(*harm))
     v = _judge(templates / "faulty")
-    verdict = next(r for r in v.verdicts if r.reason_code == "CHECKPOINT_STALL")
+    verdict = next(r for r in v.verdicts if r.reason_code == "EXTRA_RULE")
     assert verdict.outcome == "INSUFFICIENT_EVIDENCE"
     assert verdict.why.startswith(words)
     assert [w for w in v.data_quality.warnings if w.startswith("rule zz_extra failed: ")]
@@ -165,7 +166,7 @@ def test_a_rule_that_fails_is_reported_and_breaks_nothing_else(
 def test_an_added_rule_is_asked_without_any_other_change(templates: Path, extra_rule: Callable[[str], None]) -> None:
     extra_rule(RULE)
     v = _judge(templates / "healthy")
-    assert [(i.reason_code, i.finding.ranks) for i in v.incidents] == [("CHECKPOINT_STALL", (0,))]
+    assert [(i.reason_code, i.finding.ranks) for i in v.incidents] == [("EXTRA_RULE", (0,))]
 
 
 def test_clear_over_a_gap_and_a_hypothesis_are_insufficient_evidence() -> None:

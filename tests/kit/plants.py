@@ -50,6 +50,37 @@ def _longer(rows: Rows) -> None:
             FROM grad WHERE stage = 'local' AND step <= {STEPS}""")
 
 
+def _longer_times(rows: Rows, tables: tuple[str, ...] = ("step", "phase")) -> None:
+    """The run goes on: its times, of three times as many steps."""
+    for shift in (STEPS, 2 * STEPS):
+        for table in tables:
+            rows.connection.execute(f"""INSERT INTO {table} SELECT * REPLACE (step + {shift} AS step,
+                seq + {100000 * shift} AS seq) FROM {table} WHERE step <= {STEPS}""")
+
+
+def slow(rows: Rows) -> None:
+    """From step 9 on rank 2's forward takes three times as long, and its peers wait for it."""
+    _longer_times(rows)
+    rows.connection.execute("UPDATE phase SET forward_ns = 3 * forward_ns WHERE rank = 2 AND step >= 9")
+    rows.connection.execute("""UPDATE phase SET reduce_wait_ns = 2000000, backward_ns = backward_ns + 2000000
+        WHERE rank <> 2 AND step >= 9""")
+
+
+def slower(rows: Rows) -> None:
+    """From step 40 on every step takes twice as long."""
+    _longer_times(rows)
+    rows.connection.execute("UPDATE step SET step_ns = 2 * step_ns WHERE step >= 40")
+    rows.connection.execute("UPDATE phase SET other_ns = other_ns + 10000000 WHERE step >= 40")
+
+
+def starved(rows: Rows) -> None:
+    """All ranks wait 30 ms for each batch."""
+    _longer_times(rows, ("step", "phase", "batch"))
+    rows.connection.execute("UPDATE batch SET index = index + step WHERE step > 24")
+    rows.connection.execute("UPDATE phase SET data_ns = 30000000")
+    rows.connection.execute("UPDATE step SET step_ns = step_ns + 30000000")
+
+
 def loud(rows: Rows) -> None:
     """From step 25 on rank 2's own gradients are 16 times as large as before."""
     _longer(rows)
@@ -281,6 +312,14 @@ PLANTS: dict[str, Plant] = {
         (2,), 9, {"status": "failed"},
     ),
     "HANG": Plant(halted, (2,), 9, {"status": "killed"}),
+    "STRAGGLER": Plant(slow, (2,), 9),
+    "SLOWDOWN": Plant(slower, None, 40),
+    "DATA_STARVED": Plant(starved, None, 6),
+    "CHECKPOINT_STALL": Plant(
+        sql("UPDATE phase SET checkpoint_ns = 100000000 WHERE rank = 2 AND step % 2 = 0",
+            "UPDATE step SET step_ns = step_ns + 100000000 WHERE step % 2 = 0"),
+        (2,), 4,
+    ),
     "OOM_PRECURSOR": Plant(
         sql("UPDATE memory SET limit_as_bytes = 10000000000",
             "UPDATE memory SET vms_bytes = vms_bytes + step * 200000000 WHERE rank = 2"),
