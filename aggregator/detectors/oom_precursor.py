@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
-from ..wording import ranks_text
+from ..trends import Trend, trend
+from ..wording import mib, ranks_text
 
 CODE = "OOM_PRECURSOR"
 NEEDS = {"memory": 1}
@@ -78,8 +77,6 @@ LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
 ORDER BY j.attempt, j.kind, j.place
 """
 
-TREND_Z = 3.09  # one-sided p of 0.001
-LOWER_Z = 1.645  # the slope's 95 % lower bound: what is projected should rather be late than early
 LEAST_GROWTH = 0.01  # of the limit: less is the noise of allocators and page caches
 NEAR = 0.95  # of the limit: usage that got here while rising was seen, not projected
 SHARED = ("cgroup memory", "physical memory")  # limits of a whole node
@@ -97,57 +94,6 @@ class Row(NamedTuple):
     used: int  # at the last sample
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Trend:
-    """A rising series: `slope` in bytes a step, the cautious one that is projected."""
-
-    z: float
-    slope: float
-    growth: int
-
-
-def trend(values: Sequence[int], steps: Sequence[int]) -> Trend | None:
-    """The trend of block minima, None unless it is certain, steady and still going on in the last third."""
-    z = mann_kendall_z(values)
-    if z <= TREND_Z:
-        return None
-    middle, lower = theil_sen(values, steps)
-    third = max(3, len(values) // 3)
-    late, _ = theil_sen(values[-third:], steps[-third:])
-    # a cache that fills rises ever more slowly: below half the whole window's pace it is levelling off
-    if lower <= 0 or late < middle / 2:
-        return None
-    return Trend(z, min(lower, late), values[-1] - values[0])
-
-
-def mann_kendall_z(values: Sequence[int]) -> float:
-    """Mann-Kendall statistic with continuity correction and ties; above 0 for a rise, 0 for fewer than 3 values."""
-    n = len(values)
-    if n < 3:
-        return 0.0
-    score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
-    ties = sum(t * (t - 1) * (2 * t + 5) for t in (list(values).count(v) for v in set(values)))
-    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
-    if variance <= 0 or score == 0:
-        return 0.0
-    return (score - math.copysign(1, score)) / math.sqrt(variance)
-
-
-def theil_sen(values: Sequence[int], steps: Sequence[int]) -> tuple[float, float]:
-    """Median of the slopes of all pairs, and its lower bound (Sen 1968) at LOWER_Z; (0, 0) when no step passed."""
-    slopes = sorted(
-        (b - a) / (steps[j] - steps[i])
-        for i, a in enumerate(values)
-        for j, b in enumerate(values[i + 1 :], i + 1)
-        if steps[j] > steps[i]
-    )
-    if not slopes:
-        return 0.0, 0.0
-    n = len(values)
-    width = LOWER_Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    return median(slopes), slopes[max(0, min(len(slopes) - 1, int((len(slopes) - width) / 2)))]
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -206,8 +152,8 @@ def _finding(kind: str, members: Sequence[tuple[Row, Trend]], ranks: tuple[int, 
         severity="warning",
         evidence_state="OBSERVED" if near else "INFERRED",
         subject=kind,
-        summary=f"{kind} of {ranks_text(ranks)} grows by {_mib(slope.slope)} a step and is at {share:.0%} "
-        f"of its limit of {_mib(nearest.limit)} at step {nearest.last}: "
+        summary=f"{kind} of {ranks_text(ranks)} grows by {mib(slope.slope)} a step and is at {share:.0%} "
+        f"of its limit of {mib(nearest.limit)} at step {nearest.last}: "
         f"at this pace it is full near step {nearest.last + left}",
         evidence=tuple(_evidence(r, t) for r, t in members[:8]),
         cannot_conclude=(
@@ -220,11 +166,8 @@ def _finding(kind: str, members: Sequence[tuple[Row, Trend]], ranks: tuple[int, 
 
 def _evidence(row: Row, found: Trend) -> Evidence:
     value = (
-        f"{_mib(row.used)} used, +{_mib(found.growth)} since step {row.first}, +{_mib(found.slope)} a step "
+        f"{mib(row.used)} used, +{mib(found.growth)} since step {row.first}, +{mib(found.slope)} a step "
         f"(Mann-Kendall z {found.z:.1f}, lower bound of the slope)"
     )
-    return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {_mib(row.limit)}")
+    return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {mib(row.limit)}")
 
-
-def _mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:.4g} MiB"

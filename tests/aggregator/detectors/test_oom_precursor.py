@@ -10,7 +10,6 @@ import pytest
 
 from kit.rows import Finding, Rows
 from tdbg.aggregator.detectors import oom_precursor
-from tdbg.aggregator.detectors.oom_precursor import mann_kendall_z, theil_sen, trend
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -114,27 +113,3 @@ def test_the_data_segment_is_judged_by_the_launchers_samples() -> None:
         rows.add("proc", data_bytes=(200 + 10 * step) * MIB, limit_data_bytes=LIMIT, limit_as_bytes=-1)
     _, (f,) = judge(rows, 1)
     assert (f.ranks, f.subject) == ((0,), "data segment (RLIMIT_DATA)")
-
-
-def test_the_trend_statistic_knows_a_rise_a_fall_and_nothing() -> None:
-    assert mann_kendall_z(range(8)) == pytest.approx(3.34, abs=0.01)
-    assert mann_kendall_z(range(8, 0, -1)) == pytest.approx(-3.34, abs=0.01)
-    assert mann_kendall_z([5] * 8) == 0
-    assert mann_kendall_z([1, 2]) == 0
-    assert mann_kendall_z(range(7)) < oom_precursor.TREND_Z  # why eight blocks are the fewest
-
-
-def test_the_slope_withstands_an_outlier_and_its_bound_lies_below() -> None:
-    values = [10 * i for i in range(12)]
-    values[5] = 10_000
-    slope, lower = theil_sen(values, range(0, 24, 2))
-    assert slope == pytest.approx(5)
-    assert 0 < lower <= slope
-
-
-def test_the_trend_of_noise_is_none_nearly_always() -> None:
-    chance = random.Random(7)
-    alarms = sum(
-        trend([int(chance.gauss(0, 1000)) for _ in range(8)], range(0, 80, 10)) is not None for _ in range(2000)
-    )
-    assert alarms <= 6  # 0.1 % of 2,000 is 2; more than 6 has a probability below 0.5 %
