@@ -61,13 +61,13 @@ def trend(values: Sequence[int], steps: Sequence[int]) -> Trend | None:
 def steady_rise(values: Sequence[int], steps: Sequence[int]) -> Rise | None:
     """The longest last part that rises as what is kept from step to step does; None without one.
 
-    The whole series and its last half are tried, so that growth which began late is seen as well, in blocks as they are
-    and in larger ones: what is kept at every tenth step only rises in blocks of ten.
+    The whole series, its last half and its last 12 blocks are tried, so that growth which began late is seen as well, in
+    blocks as they are and in larger ones: what is kept at every tenth step only rises in blocks of ten.
     """
     for size in (1, 2, 4):
         lows, at = _larger(values, size), list(steps[::size])[: len(values) // size]
-        for count in (len(lows), len(lows) // 2):
-            if count >= STEADY_BLOCKS and (found := _rise(lows, at, len(lows) - count)) is not None:
+        for count in (len(lows), len(lows) // 2, STEADY_BLOCKS):
+            if STEADY_BLOCKS <= count <= len(lows) and (found := _rise(lows, at, len(lows) - count)) is not None:
                 return found
     return None
 
