@@ -1,9 +1,11 @@
-"""Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far.
+"""Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far; or a
+device shows that it is short: its allocator flushes, has fragments only, or peaks that leave no room for the next.
 
-Reads     memory, proc, host, step
-Says      the limit, usage, growth per step, the projected step, the ranks that grow
+Reads     memory, proc, host, gpu_proc, identity, step
+Says      the limit, usage, growth per step, the projected step, the ranks that grow; flushes, fragmentation, headroom,
+          and other processes on the device
 Unknown   no limit seen, or fewer than 20 steps since it was
-Blind to  device memory; a single allocation that is larger than what is left
+Blind to  a single allocation that is larger than what is left; fragments of other allocators than torch's own
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..detector import RunFacts
+from ..devicepressure import PRESSURE, WARM, Sign, signs
 from ..findings import Abstention, Evidence, Finding
 from ..trends import Trend, trend
 from ..wording import mib, ranks_text
@@ -25,11 +28,12 @@ PARAMS = {
     "block": 10,  # samples: minima over 10 steps are all but independent (AR 0.8: 0.4 % false alarms)
     "least_blocks": 8,  # with 7 no trend at all reaches z > 3.09
     "most_blocks": 32,  # more add nothing to a trend and their pairs grow with the square
+    "warm": WARM,  # steps in which kernels are tuned and caches flushed for it
 }
 
 # `place` is the rank, or the node for limits that its ranks share; -1 as a limit means none.
-SQL = """
-WITH node AS (
+SQL = f"""
+WITH {PRESSURE}, node AS (
     SELECT rank, attempt, any_value(node) AS node FROM proc WHERE rank >= 0 GROUP BY ALL
 ), paced AS (
     SELECT attempt, step, max(time_ns) AS time_ns FROM step GROUP BY ALL
@@ -43,7 +47,14 @@ WITH node AS (
     SELECT 'address space (RLIMIT_AS)' AS kind, attempt, rank AS place, step, seq, vms_bytes AS used,
            limit_as_bytes AS ceiling FROM memory
     UNION ALL
+    SELECT 'data segment (RLIMIT_DATA)', attempt, rank, step, seq, data_bytes, limit_data_bytes FROM memory
+    UNION ALL
     SELECT 'data segment (RLIMIT_DATA)', attempt, rank, step, seq, data_bytes, limit_data_bytes FROM process
+    ANTI JOIN (SELECT DISTINCT rank, attempt FROM memory WHERE limit_data_bytes > 0) USING (rank, attempt)
+    UNION ALL
+    SELECT 'device memory', m.attempt, m.rank, m.step, m.seq, m.cuda_allocated_bytes,
+           m.cuda_total_bytes - coalesce(o.used, 0)
+    FROM memory m LEFT JOIN others o USING (rank, attempt) WHERE m.cuda_total_bytes > 0
     UNION ALL
     SELECT 'cgroup memory', attempt, node, step, seq, cgroup_used_bytes, cgroup_limit_bytes FROM host_step
     UNION ALL
@@ -71,9 +82,11 @@ WITH node AS (
     SELECT kind, attempt, place, any_value(last_ceiling) AS ceiling, [] AS lows, [] AS steps, max(used) AS high,
            max(used) AS used, min(step) AS first, max(step) AS last FROM numbered WHERE total < $fewest GROUP BY ALL
 )
-SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last
+SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last,
+       p.device
 FROM (SELECT * FROM judged UNION ALL SELECT * FROM short) j
 LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
+LEFT JOIN pressure p ON p.rank = j.place AND p.attempt = j.attempt AND j.kind = 'device memory'
 ORDER BY j.attempt, j.kind, j.place
 """
 
@@ -94,6 +107,7 @@ class Row(NamedTuple):
     used: int  # at the last sample
     first: int
     last: int
+    device: dict[str, Any] | None  # what `signs` reads; with kind "device memory" only
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -106,6 +120,7 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
             rising[row.attempt, row.kind].append((row, seen))
     for (attempt, kind), members in rising.items():
         yield _finding(kind, members, _ranks(members, [r for r in rows if r.attempt == attempt]))
+    yield from _pressed([r for r in rows if r.device is not None])
     if not limited:
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", "no limit of address space, data segment, cgroup or machine was recorded"
@@ -115,6 +130,32 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     elif not any(r.lows for r in limited):
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", f"fewer than {PARAMS['fewest']} steps were recorded below a memory limit"
+        )
+
+
+def _pressed(rows: Sequence[Row]) -> Iterator[Finding]:
+    """One finding per sign and attempt, with the ranks that show it."""
+    shown: dict[tuple[int, str], list[tuple[Row, Sign]]] = defaultdict(list)
+    for row in rows:
+        for sign in signs(row.place, row.last, row.device or {}):
+            shown[row.attempt, sign.subject].append((row, sign))
+    for (attempt, subject), members in shown.items():
+        worst = next((s for _, s in members if s.severity == "warning"), members[0][1])
+        others = sorted({r.device["named"] for r, _ in members if r.device and r.device["named"]})
+        beside = f"; on the device beside it: {'; '.join(others)}" if others else ""
+        yield Finding(
+            ranks=tuple(sorted(r.place for r, _ in members)),
+            first_step=min(s.first for _, s in members),
+            last_step=max(r.last for r, _ in members),
+            attempt=attempt,
+            severity=worst.severity,
+            evidence_state="OBSERVED" if worst.observed else "INFERRED",
+            subject=subject,
+            summary=f"{ranks_text(r.place for r, _ in members)}: {worst.said}{beside}",
+            evidence=tuple(s.evidence for _, s in members[:8]),
+            cannot_conclude=("whether an allocation will fail",),
+            next_check="smaller batches or shorter sequences; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
+            "fragments; end other processes on the device",
         )
 
 
