@@ -76,7 +76,9 @@ def words(device: int, what: str, number: int) -> str:
     if what == "xid":
         return f"device {device}: Xid {number}" + (f", {XIDS[number]}" if number in XIDS else "")
     if what == "slowed":
-        return f"device {device}: clocks slowed by {slowed(number)}" if number else f"device {device}: clocks free again"
+        return (
+            f"device {device}: clocks slowed by {slowed(number)}" if number else f"device {device}: clocks free again"
+        )
     if what == "ecc":
         return f"device {device}: {number} uncorrected memory error(s)"
     return f"device {device}: {number} memory row(s) remapped"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from .findings import Evidence, Severity
@@ -28,17 +29,19 @@ told AS (
     SELECT o.rank, o.attempt, g.of_pid, arg_max(g.memory_used_bytes, g.time_ns) AS used
     FROM own o JOIN gpu_proc g ON g.node = o.node AND g.device = o.device AND g.rank = -1 GROUP BY ALL
 ), others AS (
-    SELECT rank, attempt, sum(greatest(used, 0))::BIGINT AS used,
-           string_agg('process ' || of_pid || CASE WHEN used > 0 THEN ': ' || used // 1048576 || ' MiB' ELSE '' END, ', '
-                      ORDER BY used DESC) AS named
+    SELECT rank, attempt, sum(greatest(used, 0))::BIGINT AS used, string_agg('process ' || of_pid ||
+           CASE WHEN used > 0 THEN ': ' || used // 1048576 || ' MiB' ELSE '' END, ', ' ORDER BY used DESC) AS named
     FROM strangers GROUP BY ALL
 ), settings AS (
-    SELECT rank, attempt, bool_or(value LIKE '%expandable_segments:True%' OR value LIKE '%cudaMallocAsync%') AS other_rules
-    FROM identity WHERE key IN ('env.PYTORCH_CUDA_ALLOC_CONF', 'env.PYTORCH_ALLOC_CONF', 'device.allocator') GROUP BY ALL
+    SELECT rank, attempt,
+           bool_or(value LIKE '%expandable_segments:True%' OR value LIKE '%cudaMallocAsync%') AS other_rules
+    FROM identity WHERE key IN ('env.PYTORCH_CUDA_ALLOC_CONF', 'env.PYTORCH_ALLOC_CONF', 'device.allocator')
+    GROUP BY ALL
 ), pressure AS (
     SELECT r.rank, r.attempt, {'total': max(r.total), 'reserved': arg_max(r.reserved, r.step),
            'split': arg_max(r.split, r.step), 'peak': max(r.peak), 'rise': max(r.rise) FILTER (WHERE r.step > $warm),
-           'rises': coalesce(list(r.step ORDER BY r.step) FILTER (WHERE r.step > $warm AND r.rise > 0.01 * r.total), []),
+           'rises': coalesce(list(r.step ORDER BY r.step) FILTER (WHERE r.step > $warm AND r.rise > 0.01 * r.total),
+                             []),
            'retried': coalesce(list(r.step ORDER BY r.step) FILTER (WHERE r.step > $warm AND r.retries > 0), []),
            'others': coalesce(any_value(o.used), 0), 'named': coalesce(any_value(o.named), ''),
            'fragments': NOT coalesce(any_value(s.other_rules), FALSE)} AS device,
@@ -68,11 +71,11 @@ def signs(rank: int, last: int, d: dict[str, Any]) -> Iterator[Sign]:
     """All signs of one rank, from its struct `device`."""
     retried = d["retried"]
     if retried:
-        near = any(b - a <= SOON for a, b in zip(retried, retried[1:], strict=False))
+        near = any(b - a <= SOON for a, b in pairwise(retried))
         value = f"at steps {', '.join(map(str, retried[:8]))}{' ...' if len(retried) > 8 else ''}"
         yield Sign("allocator retries", "warning" if near else "note", True, retried[0],
-                   f"the allocator had to flush its cache {len(retried)} time(s) since step {WARM} to serve an allocation",
-                   Evidence(rank, retried[0], "allocations that had to be retried", value, f"none after step {WARM}"))  # fmt: skip
+                   f"the allocator had to flush its cache {len(retried)} time(s) since step {WARM}",
+                   Evidence(rank, retried[0], "allocations tried again", value, f"none after step {WARM}"))  # fmt: skip
     if d["fragments"] and d["reserved"] >= FULL * d["total"] and d["split"] >= SPLIT * d["total"]:
         value = f"{mib(d['reserved'])} of {mib(d['total'])} reserved, {mib(d['split'])} of it in unused parts of blocks"
         # many a run lives with it: only together with a flush it is on its way to fail

@@ -1,4 +1,4 @@
-"""Whether a series of block minima rises, how steadily and how fast: Mann-Kendall, Theil-Sen, and what a leak looks like.
+"""Whether a series of block minima rises, how steadily, how fast: Mann-Kendall, Theil-Sen, and what a leak looks like.
 
 Minima over blocks of steps, not single samples: memory of one step hangs together with that of the step before, and on
 healthy series of that kind (AR 0.8) Mann-Kendall raises 15 % false alarms at a nominal 0.1 % over samples, 0.4 % over
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 TREND_Z = 3.09  # one-sided p of 0.001
@@ -19,7 +20,7 @@ FEWEST_BLOCKS = 8  # with 7 no trend at all reaches z > 3.09; 8 do when each lie
 # memory in few large pieces: between those most blocks stay where they were.
 STEADY_SHARE = 0.9  # of the blocks rise by
 STEADY_PART = 0.25  # of the mean rise, at least
-# With 12 blocks a random walk without drift, the hardest series that is no leak, looks like one in 0.5 % of cases (test)
+# With 12 blocks a random walk without drift, the hardest series that is no leak, looks like one in 0.5 % of cases
 STEADY_BLOCKS = 12
 
 
@@ -61,8 +62,8 @@ def trend(values: Sequence[int], steps: Sequence[int]) -> Trend | None:
 def steady_rise(values: Sequence[int], steps: Sequence[int]) -> Rise | None:
     """The longest last part that rises as what is kept from step to step does; None without one.
 
-    The whole series, its last half and its last 12 blocks are tried, so that growth which began late is seen as well, in
-    blocks as they are and in larger ones: what is kept at every tenth step only rises in blocks of ten.
+    The whole series, its last half and its last 12 blocks are tried, so that growth which began late is seen as well,
+    in blocks as they are and in larger ones: what is kept at every tenth step only rises in blocks of ten.
     """
     for size in (1, 2, 4):
         lows, at = _larger(values, size), list(steps[::size])[: len(values) // size]
@@ -88,7 +89,7 @@ def _rise(values: Sequence[int], steps: Sequence[int], begin: int) -> Rise | Non
 
 
 def _steady(values: Sequence[int]) -> bool:
-    rises = [b - a for a, b in zip(values, values[1:], strict=False)]
+    rises = [b - a for a, b in pairwise(values)]
     mean = (values[-1] - values[0]) / len(rises)
     return sum(r >= STEADY_PART * mean for r in rises) >= STEADY_SHARE * len(rises)
 

@@ -11,7 +11,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)  # exactly these: a subclass may have a __len__ of its own
+CONTAINERS = (
+    dict,
+    list,
+    set,
+    OrderedDict,
+    defaultdict,
+    deque,
+)  # exactly these: a subclass may have a __len__ of its own
 ATTRIBUTES = 64
 LRU = type(functools.lru_cache(maxsize=1)(len))
 
@@ -28,7 +35,7 @@ def _items(owner: Any, depth: int) -> int:
     held = getattr(owner, "__dict__", None)
     if type(held) is not dict:
         return 0
-    count = sum(f.cache_info().currsize for f in _cached_methods(type(owner)))
+    count: int = sum(f.cache_info().currsize for f in _cached_methods(type(owner)))
     for value in list(held.values())[:ATTRIBUTES]:
         kind = type(value)
         if kind in CONTAINERS:

@@ -1,4 +1,4 @@
-"""What torch's caching allocator says of this process's device: counters it keeps anyway, read without touching the GPU."""
+"""What torch's caching allocator says of this process's device: its own counters, read without touching the GPU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ OBJECTS = 5_000_000  # a heap with more would take seconds to walk
 class Group(NamedTuple):
     """Live tensors of one shape, dtype and device that belong to no model or optimizer."""
 
-    count: int
+    tensors: int
     size_bytes: int
     what: str  # float32[24000, 128] on cpu
 

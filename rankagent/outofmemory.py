@@ -37,7 +37,7 @@ PLACES = (
 
 
 def memory_kind(error: BaseException, message: str) -> str:
-    """"device" or "host" when this exception says that memory ran out; empty for any other."""
+    """ "device" or "host" when this exception says that memory ran out; empty for any other."""
     names = {c.__name__ for c in type(error).__mro__}
     if names & {"OutOfMemoryError"} or DEVICE.search(message):
         return "device"

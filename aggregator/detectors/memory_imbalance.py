@@ -86,7 +86,7 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     if len(judged) < run.world_size:
         yield Abstention(
             "INSUFFICIENT_EVIDENCE",
-            f"{len(judged)} of {run.world_size} ranks have {PARAMS['fewest']} samples and a peer that holds as many parameters",
+            f"{len(judged)} of {run.world_size} ranks have {PARAMS['fewest']} samples and a peer of the same size",
         )
 
 

@@ -31,7 +31,8 @@ WITH raised AS (
            max(oom_kills) AS kills, any_value(node) AS node
     FROM exit WHERE rank >= 0 AND exit_code = $killed AND NOT stopped_by_launcher GROUP BY rank, attempt
 ), room AS (
-    SELECT d.rank, d.attempt, max(h.cgroup_used_bytes / h.cgroup_limit_bytes) FILTER (WHERE h.cgroup_limit_bytes > 0) AS cgroup,
+    SELECT d.rank, d.attempt,
+           max(h.cgroup_used_bytes / h.cgroup_limit_bytes) FILTER (WHERE h.cgroup_limit_bytes > 0) AS cgroup,
            max(1 - h.memory_available_bytes / h.memory_total_bytes) FILTER (WHERE h.memory_total_bytes > 0) AS machine
     FROM dead d JOIN host h ON h.node = d.node AND h.time_ns BETWEEN d.time_ns - 30000000000 AND d.time_ns GROUP BY ALL
 ), held AS (
@@ -47,8 +48,8 @@ SELECT d.attempt, d.rank, d.step + 1, d.time_ns, 'kill', FALSE, 'host', -1, '', 
        -1, -1, -1, -1, -1, -1, '', '', 0, '', '', d.kills, coalesce(greatest(r.cgroup, r.machine), -1)
 FROM dead d LEFT JOIN room r USING (rank, attempt) LEFT JOIN held h USING (rank, attempt)
 UNION ALL
-SELECT max(attempt), rank, 0, 0, 'seen', FALSE, '', -1, '', '', -1, -1, -1, -1, -1, -1, -1, -1, -1, '', '', 0, '', '', -1,
-       -1.0 FROM step GROUP BY rank
+SELECT max(attempt), rank, 0, 0, 'seen', FALSE, '', -1, '', '', -1, -1, -1, -1, -1, -1, -1, -1, -1, '', '', 0, '', '',
+       -1, -1.0 FROM step GROUP BY rank
 ORDER BY 1, 4, 2
 """
 
@@ -168,7 +169,7 @@ def _unknown(r: Row) -> Iterator[str]:
     if r.parameters < 0:
         yield "what held the memory: it could not be looked at when the rank failed"
     elif 2 * known < r.in_use:
-        yield f"what holds the {mib(r.in_use - known)} that no tensor known to Python accounts for: graphs, other objects"
+        yield f"what holds the {mib(r.in_use - known)} that no tensor known to Python accounts for: graphs, objects"
     if not r.batch:
         yield "the shapes of the batch: it came from no torch DataLoader and through no wrapped model"
 

@@ -211,4 +211,3 @@ def _evidence(row: Row, found: Trend) -> Evidence:
         f"(Mann-Kendall z {found.z:.1f}, lower bound of the slope)"
     )
     return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {mib(row.limit)}")
-

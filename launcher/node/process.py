@@ -40,7 +40,8 @@ class ProcessSample:
     def columns(self, pid: int, workers: int, workers_rss_bytes: int, workers_own_bytes: int) -> tuple[Any, ...]:
         """The columns of `nodetables.PROC` after `node`, in their order."""
         return (pid, self.rss_bytes, self.anon_bytes, self.shared_bytes, self.vms_bytes, workers, workers_rss_bytes,
-                workers_own_bytes, self.limit_as_bytes, self.limit_data_bytes, self.data_bytes, self.cpu_seconds, self.threads, self.files)  # fmt: skip
+                workers_own_bytes, self.limit_as_bytes, self.limit_data_bytes, self.data_bytes, self.cpu_seconds,
+                self.threads, self.files)  # fmt: skip
 
 
 def sample_process(pid: int, root: Path = Path("/")) -> ProcessSample | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from .. import guard
+from .. import guard, torchprivate
 from ..agent import Emit, StepInfo
 from ..devicememory import NONE, Device, DeviceMemory
 from ..holders import Group, Holders
@@ -83,7 +83,7 @@ def install(emit: Emit) -> Undo:
     def attach(info: StepInfo) -> None:
         """Once CUDA is in use: before that the allocator has no device to be told of. It takes no observer back, so
         ours looks whether it is off."""
-        register = getattr(agent.torch._C, "_cuda_attach_out_of_memory_observer", None)
+        register = torchprivate.out_of_memory_observer(agent.torch)
         if not attached and (register is None or agent.torch.cuda.is_initialized()):
             attached.append(True)
             if register is not None:
@@ -115,7 +115,7 @@ def install(emit: Emit) -> Undo:
             guard.attempt(lambda e: None, measure, kind, held, groups)
         emit(TABLE, (caught, asked, used, reserved, free, on.total_bytes, *held, largest[0].step, on.device),
              (kind, during, name, message[:MESSAGE], said(last[0]), said(largest[0]),
-              "\n".join(f"{g.count} x {g.what} = {g.size_bytes}" for g in groups)))  # fmt: skip
+              "\n".join(f"{g.tensors} x {g.what} = {g.size_bytes}" for g in groups)))  # fmt: skip
 
     def measure(kind: str, held: list[int], groups: list[Group]) -> None:
         kind_of_device = "cpu" if kind == "host" else "cuda"

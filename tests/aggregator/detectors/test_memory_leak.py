@@ -14,7 +14,9 @@ MIB = 1 << 20
 Usage = Callable[[int], float]
 
 
-def held(usage: Usage, steps: int = 80, ranks: int = 3, leaking: tuple[int, ...] = (0, 1, 2), base: float = 250) -> Rows:
+def held(
+    usage: Usage, steps: int = 80, ranks: int = 3, leaking: tuple[int, ...] = (0, 1, 2), base: float = 250
+) -> Rows:
     """Ranks whose own memory is `usage(step)` MiB, those that do not leak hold `base`."""
     rows = Rows()
     for rank in range(ranks):

@@ -34,7 +34,13 @@ def judge(rows: Rows, **facts: Any) -> tuple[str, list[Finding]]:
 
 def test_an_error_names_rank_phase_step_holders_and_batches() -> None:
     _, (f,) = judge(failed(steps()))
-    assert (f.ranks, f.first_step, f.last_good_step, f.severity, f.evidence_state) == ((1,), 10, 9, "critical", "OBSERVED")
+    assert (f.ranks, f.first_step, f.last_good_step, f.severity, f.evidence_state) == (
+        (1,),
+        10,
+        9,
+        "critical",
+        "OBSERVED",
+    )
     assert f.subject == "backward"
     assert "1024 MiB asked for" in f.summary
     assert "5 x float32[16384, 16384]" in f.summary

@@ -132,7 +132,10 @@ def device(steps: int = 60, ranks: int = 3, **columns: str) -> Rows:
 
 def test_a_device_that_is_used_well_is_silent() -> None:
     assert judge(device(), 3) == ("CLEAR", [])
-    assert judge(device(cuda_allocated_peak_bytes=f"CASE WHEN step < 5 THEN step * {15 * GIB} ELSE {79 * GIB} END"), 3)[1] == []
+    assert (
+        judge(device(cuda_allocated_peak_bytes=f"CASE WHEN step < 5 THEN step * {15 * GIB} ELSE {79 * GIB} END"), 3)[1]
+        == []
+    )
     assert judge(device(cuda_retries="CASE WHEN step > 3 THEN 2 ELSE 0 END"), 3)[1] == []  # while kernels were tuned
 
 
@@ -149,7 +152,10 @@ def test_fragments_are_a_warning_together_with_a_flush() -> None:
     _, (f,) = judge(device(**full), 3)
     assert (f.subject, f.severity) == ("fragmentation", "note")
     _, several = judge(device(**full, cuda_retries="step // 20"), 3)
-    assert {(f.subject, f.severity) for f in several} == {("fragmentation", "warning"), ("allocator retries", "warning")}
+    assert {(f.subject, f.severity) for f in several} == {
+        ("fragmentation", "warning"),
+        ("allocator retries", "warning"),
+    }
     rows = device(**full)
     for rank in range(3):
         rows.add("identity", rank=rank, key="env.PYTORCH_CUDA_ALLOC_CONF", value="expandable_segments:True")
