@@ -183,7 +183,8 @@ def _growth_follows(earlier: Coded, later: Coded) -> bool:
 
     Of the growth of a whole node other ranks may be told: each that is named in both is told once."""
     (code_a, a), (code_b, b) = earlier, later
-    return code_a != code_b and a.attempt == b.attempt and set(b.ranks) <= set(a.ranks)
+    less_grave = SEVERITIES.index(a.severity) > SEVERITIES.index(b.severity)
+    return code_a != code_b and a.attempt == b.attempt and set(b.ranks) <= set(a.ranks) and not less_grave
 
 
 Follows = Callable[[Coded, Coded], bool]

@@ -1,7 +1,7 @@
 """An allocation that failed and ended the rank, or that torch's device allocator refused: what was asked, what held it.
 
 Writes    oom
-Costs     the shapes of a batch, 2 us each; at a failure one walk over all Python objects
+Costs     the shapes of each batch, 3 us hot; at a failure one walk over all Python objects
 Blind to  failed allocations on the host that the program caught; SIGKILL by the kernel (the node's launcher sees that);
           tensors that only an autograd graph holds: they are in what is in use and in no category
 """
@@ -69,7 +69,7 @@ def install(emit: Emit) -> Undo:
         return Batch(sum(t.numel() for t in tensors), tuple((t.dtype, t.shape) for t in tensors))
 
     def given(batch: Batch | None) -> None:
-        """Of what one step is given the largest counts: the arguments of the forward are the batch again."""
+        """Of what one step is given the largest counts."""
         step = agent.window.step
         if batch is None or (last[0].step == step and batch.elements <= last[0].elements):
             return
@@ -78,7 +78,8 @@ def install(emit: Emit) -> Undo:
         last[0] = batch._replace(step=step)
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
-        given(scan((args, kwargs)))
+        if last[0].step != agent.window.step:  # else a loader gave it, and the arguments are the batch again
+            given(scan((args, kwargs)))
 
     def attach(info: StepInfo) -> None:
         """Once CUDA is in use: before that the allocator has no device to be told of. It takes no observer back, so
