@@ -66,6 +66,7 @@ def test_the_device_is_judged_by_what_tensors_hold() -> None:
         lambda s: 250 + 60 * (s >= 40),  # an evaluation, whose memory stays with the allocator
         lambda s: 250 + 60 * (s // 20),  # one after each of several epochs
         lambda s: 250 + 0.05 * s,  # numbers in a list
+        lambda s: 250 + 30 * s / 3000,  # a page or two a step, however long
         lambda s: 2000 + 0.9 * s,  # below a twentieth of what is held
         lambda s: 250 + 100 * (s % 25 == 0),  # checkpoints
         lambda s: 450 - 2 * s,
