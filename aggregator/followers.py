@@ -168,6 +168,25 @@ def _shard_follows(earlier: Coded, later: Coded) -> bool:
     return a.subject == b.subject
 
 
+# -------------------------------------------------------- one growth, told more than once
+
+GROWTH = ("OOM_PRECURSOR", "MEMORY_LEAK", "MEMORY_IMBALANCE")
+
+
+def _growth_key(link: Coded) -> tuple[int, ...]:
+    code, f = link
+    return (f.attempt, GROWTH.index(code), f.first_step or 0)
+
+
+def _growth_follows(earlier: Coded, later: Coded) -> bool:
+    """Memory that heads for a limit grows, and who grows alone holds more than the others: the first of them says it.
+
+    Of the growth of a whole node other ranks may be told: each that is named in both is told once."""
+    (code_a, a), (code_b, b) = earlier, later
+    less_grave = SEVERITIES.index(a.severity) > SEVERITIES.index(b.severity)
+    return code_a != code_b and a.attempt == b.attempt and set(b.ranks) <= set(a.ranks) and not less_grave
+
+
 Follows = Callable[[Coded, Coded], bool]
 Key = Callable[[Coded], tuple[int, ...]]
 CHAINS: tuple[tuple[frozenset[str], Follows, Key], ...] = (
@@ -177,4 +196,5 @@ CHAINS: tuple[tuple[frozenset[str], Follows, Key], ...] = (
     (frozenset([*REPLICAS, "BUFFER_DESYNC", OUTLIER]), _outlier_follows, _outlier_key),
     (frozenset(REPLICAS), _replica_follows, _replica_key),
     (frozenset([*SHARDS, *(c for later in SHARDS.values() for c in later)]), _shard_follows, _shard_key),
+    (frozenset(GROWTH), _growth_follows, _growth_key),
 )

@@ -1,5 +1,5 @@
 """What happened in a run, in order: `tdbg timeline RUN`. Learning rates, skipped updates, checkpoints, resumes,
-evaluations, passes over the data, attempts, ends of ranks, and the incidents beside them.
+evaluations, passes over the data, attempts, devices' errors, ends of ranks, and the incidents beside them.
 
 What all ranks did at one step is one event. A learning rate that moves step after step in one direction is one event as
 well, and so are updates that were left out in a row: a schedule of 10,000 steps is a line, not 10,000.
@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
+from . import deviceevents
 from .findings import Incident
 from .side import Rows
 from .wording import counted
 
 # Kinds, in the order in which those of one step are told.
 KINDS: Final = (
-    "attempt", "load", "put back", "pass", "lr", "loss scale", "skipped", "evaluation", "save", "incident", "failure",
-    "exit",
+    "attempt", "load", "put back", "pass", "lr", "loss scale", "skipped", "evaluation", "save", "device", "incident",
+    "failure", "exit",
 )  # fmt: skip
 RAMP = 3  # changes in one direction that are told as one
 SMALL_STEP = 0.5  # a change of the rate by more than half of it is a line of its own, whatever goes on around it
@@ -181,6 +182,11 @@ def _ends(rows: Rows) -> Iterator[Event]:
         yield _event(attempt, rank, step, at, "exit", how + (", stopped by the launcher" if stopped else ""))
 
 
+def _devices(rows: Rows) -> Iterator[Event]:
+    for attempt, step, at, device, what, number, ranks in rows(deviceevents.SQL):
+        yield Event(attempt, step, step, at, tuple(ranks), "device", deviceevents.words(device, what, number))
+
+
 _MAKERS: tuple[Callable[[Rows], Iterable[Event]], ...] = (
-    _attempts, _rates, _scales, _skipped, _files, _evaluations, _passes, _ends
+    _attempts, _rates, _scales, _skipped, _files, _evaluations, _passes, _devices, _ends
 )  # fmt: skip

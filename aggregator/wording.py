@@ -1,4 +1,4 @@
-"""Numbers of ranks and counts in words, the same wherever a sentence is made."""
+"""Numbers of ranks, counts and sizes in words, the same wherever a sentence is made."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def counted(n: int, thing: str) -> str:
     """1 step, 2 steps."""
     return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
+
+
+def mib(size_bytes: float) -> str:
+    """12.3 MiB: one unit for all that is compared in a sentence."""
+    return f"{size_bytes / 2**20:.4g} MiB"

@@ -80,6 +80,10 @@ class Recording:
         gpus, why_not = gpu.connect()
         if why_not:
             supervisor.note("gpu", why_not)
+        if gpus is not None and gpus.events_unseen:
+            supervisor.note(
+                "gpu", f"errors (Xid) of device(s) {', '.join(map(str, gpus.events_unseen))} are not reported"
+            )
         return Sampler(recorder, node, settings.sample_seconds, Host(self.run), Tree(), gpus)
 
     def end(self, status: str, exit_code: int) -> None:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tdbg.rankagent.nodetables import GPU, GPU_PROC, HOST, PROC
+from tdbg.rankagent.nodetables import GPU, GPU_EVENT, GPU_PROC, HOST, PROC
 from tdbg.rankagent.record import Recorder
 
 from .node.gpu import Gpus
 from .node.host import Host
-from .node.process import Tree, rss_bytes, sample_process
+from .node.process import Tree, resident_bytes, sample_process
 
 FASTEST_SECONDS = 0.1
 SAMPLES_TO_LIMIT = 20  # enough points for a trend to be told from a step, whatever the speed
@@ -99,8 +99,8 @@ class Sampler:
         if found is None:
             return
         workers = self._tree.below(target.pid)
-        workers_rss = sum(rss_bytes(w) for w in workers)
-        columns = found.columns(target.pid, len(workers), workers_rss)
+        sizes = [resident_bytes(w) for w in workers]
+        columns = found.columns(target.pid, len(workers), sum(rss for rss, _ in sizes), sum(own for _, own in sizes))
         self._recorder.attempt = target.attempt
         self._recorder.write(PROC, target.step, (self._node, *columns), rank=target.rank)
         if found.limit_as_bytes > 0:
@@ -110,6 +110,8 @@ class Sampler:
 
     def _sample_gpus(self, gpus: Gpus, targets: Sequence[Target]) -> None:
         ranks = {pid: t for t in targets for pid in (t.pid, *self._tree.below(t.pid))}
+        for event in gpus.events():
+            self._recorder.write(GPU_EVENT, 0, (self._node, event.device, event.xid))
         for device in gpus.devices:
             self._recorder.write(GPU, 0, (self._node, *gpus.sample(device).columns()), (device.uuid, device.name))
             for p in gpus.processes(device):

@@ -132,6 +132,7 @@ class Agent:
         # set by the workers probe: (iterator, loader, pass, end) of each batch that came out of a loader
         self.batch_taken: Callable[[Any, int, int, str], None] = lambda *taken: None
         self.samplers = Numbers()  # DistributedSamplers, in the order of construction
+        self.datasets = Numbers()  # roots of what loaders read in this process, in the order of first use
         self.batch_fetched: Callable[[], None] = lambda: None  # set by the hooks
         self.updating: list[int] = []  # set by the hooks: ids of the optimizers whose step() runs, outermost first
 

@@ -14,6 +14,8 @@ HOST = Table("host", (
     Column("cgroup_limit_bytes", "int64", "B", "smallest memory limit of the cgroup and its ancestors; -1 for none"),
     Column("cgroup_used_bytes", "int64", "B", "memory charged to the cgroup that has this limit, page cache left out; -1 without"),
     Column("cgroup_oom_kills", "int64", "", "kernel OOM kills in the launcher's cgroup so far; -1 unknown"),
+    Column("shm_total_bytes", "int64", "B", "size of /dev/shm; -1 unknown"),
+    Column("shm_used_bytes", "int64", "B", "in use of it: tensors on their way from loader workers; -1 unknown"),
     Column("swap_used_bytes", "int64", "B", "swap in use"),
     Column("pressure_memory_ratio", "float64", "1", "share of the last 10 s in which some task waited for memory; -1 unknown"),
     Column("disk_free_bytes", "int64", "B", "free room on the store's file system; -1 unknown"),
@@ -27,9 +29,12 @@ PROC = Table("proc", (
     Column("node", "int32", "", "index of the node"),
     Column("of_pid", "int64", "", "the rank's main process; `rank` is the rank it claimed"),
     Column("rss_bytes", "int64", "B", "resident memory of the main process"),
+    Column("anon_bytes", "int64", "B", "of it pages of no file; -1 unknown"),
+    Column("shared_bytes", "int64", "B", "of it shared memory; -1 unknown"),
     Column("vms_bytes", "int64", "B", "address space of the main process"),
     Column("workers", "int32", "", "processes below the main process"),
     Column("workers_rss_bytes", "int64", "B", "resident memory of those, shared pages counted in each"),
+    Column("workers_own_bytes", "int64", "B", "resident memory of those without pages that they share with files or each other"),
     Column("limit_as_bytes", "int64", "B", "RLIMIT_AS of the main process; -1 for none"),
     Column("limit_data_bytes", "int64", "B", "RLIMIT_DATA of the main process; -1 for none"),
     Column("data_bytes", "int64", "B", "private writable memory counted against RLIMIT_DATA"),
@@ -49,8 +54,14 @@ GPU = Table("gpu", (
     Column("power_watts", "float64", "W", "power draw; -1 unknown"),
     Column("temperature_celsius", "int32", "degC", "GPU temperature; -1 unknown"),
     Column("sm_clock_mhz", "int32", "MHz", "SM clock; -1 unknown"),
+    Column("memory_clock_mhz", "int32", "MHz", "memory clock; -1 unknown"),
+    Column("power_limit_watts", "float64", "W", "power limit in force; -1 unknown"),
+    Column("performance_state", "int32", "", "P-state, 0 the fastest; -1 unknown"),
     Column("throttle_reasons", "int64", "", "NVML clock event reasons, bit mask; -1 unknown"),
+    Column("ecc_corrected", "int64", "", "corrected ECC errors since the driver was loaded; -1 unknown"),
     Column("ecc_uncorrected", "int64", "", "uncorrected ECC errors since the driver was loaded; -1 unknown"),
+    Column("remapped_rows", "int64", "", "memory rows replaced for uncorrectable errors; -1 unknown"),
+    Column("pcie_replays", "int64", "", "PCIe packets that had to be sent again; -1 unknown"),
 ), "one row per device and sample")  # fmt: skip
 
 GPU_PROC = Table("gpu_proc", (
@@ -59,6 +70,12 @@ GPU_PROC = Table("gpu_proc", (
     Column("of_pid", "int64", "", "process on the device; `rank` is -1 where it is none of ours"),
     Column("memory_used_bytes", "int64", "B", "device memory of this process; -1 when NVML does not say"),
 ), "one row per device, process and sample")  # fmt: skip
+
+GPU_EVENT = Table("gpu_event", (
+    Column("node", "int32", "", "index of the node"),
+    Column("device", "int32", "", "NVML index; -1 unknown"),
+    Column("xid", "int64", "", "number of the error, as the driver's log gives it (Xid)"),
+), "one row per error that a device's driver reported")  # fmt: skip
 
 EXIT = Table("exit", (
     Column("node", "int32", "", "index of the node"),
@@ -104,4 +121,4 @@ STACK = Table("stack", (
     Column("frames", "text", "", "Python stack of the training thread, outermost first, one 'file:line function' a line"),
 ), "one row per stack that a rank gave when asked")  # fmt: skip
 
-TABLES = (HOST, PROC, GPU, GPU_PROC, EXIT, SAMPLER_NOTE, STALL, STACK)
+TABLES = (HOST, PROC, GPU, GPU_PROC, GPU_EVENT, EXIT, SAMPLER_NOTE, STALL, STACK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -25,3 +26,7 @@ class Numbers:
     def find(self, item: Any) -> int:
         """The item's number, -1 when it has none."""
         return next((i for i, ref in enumerate(self._known) if ref() is item), -1)
+
+    def alive(self) -> Iterator[Any]:
+        """The items that still exist."""
+        return (item for ref in self._known if (item := ref()) is not None)

@@ -4,6 +4,7 @@ A name that is absent makes the feature "not recorded, because"; it never breaks
 2.13: DDP._sync_buffers, DDP._pre_forward, DDP._post_forward, DDP._comm_hooks, DDP._register_builtin_comm_hook,
 GradScaler._maybe_opt_step, Variable._execution_engine, DTensor._local_tensor, Node._saved_* and saved_tensors,
 torch._C._nn.flatten_dense_tensors, distributed_c10d._world, torch._C._len_torch_dispatch_stack,
+torch._C._cuda_attach_out_of_memory_observer (in CUDA builds),
 torch._C._functorch.peek_interpreter_stack, torch._C.DisableTorchFunction, torch._dynamo.convert_frame.FRAME_COUNTER,
 Module._compiled_call_impl,
 _BaseDataLoaderIter (_next_index, _index_sampler, _dataset, _sampler_iter, _base_seed),
@@ -177,6 +178,12 @@ def ignores(node: Any) -> int | None:
     if not isinstance(index, int):
         return None
     return index - (1 << 64) if index >= 1 << 63 else index  # torch shows a negative one without its sign
+
+
+def out_of_memory_observer(torch: Any) -> Any:
+    """What takes a function that the device allocator calls before it raises; None in builds without CUDA. It can't be
+    taken back."""
+    return getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
 
 
 def communication_hook_names(ddp: Any) -> list[str]:

@@ -1,9 +1,11 @@
-"""Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far.
+"""Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far; or a
+device shows that it is short: its allocator flushes, has fragments only, or peaks that leave no room for the next.
 
-Reads     memory, proc, host, step
-Says      the limit, usage, growth per step, the projected step, the ranks that grow
+Reads     memory, proc, host, gpu_proc, identity, step
+Says      the limit, usage, growth per step, the projected step, the ranks that grow; flushes, fragmentation, headroom,
+          and other processes on the device
 Unknown   no limit seen, or fewer than 20 steps since it was
-Blind to  device memory; a single allocation that is larger than what is left
+Blind to  a single allocation that is larger than what is left; fragments of other allocators than torch's own
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..detector import RunFacts
+from ..devicepressure import PRESSURE, WARM, Sign, signs
 from ..findings import Abstention, Evidence, Finding
-from ..wording import ranks_text
+from ..trends import Trend, trend
+from ..wording import mib, ranks_text
 
 CODE = "OOM_PRECURSOR"
 NEEDS = {"memory": 1}
@@ -26,11 +28,12 @@ PARAMS = {
     "block": 10,  # samples: minima over 10 steps are all but independent (AR 0.8: 0.4 % false alarms)
     "least_blocks": 8,  # with 7 no trend at all reaches z > 3.09
     "most_blocks": 32,  # more add nothing to a trend and their pairs grow with the square
+    "warm": WARM,  # steps in which kernels are tuned and caches flushed for it
 }
 
 # `place` is the rank, or the node for limits that its ranks share; -1 as a limit means none.
-SQL = """
-WITH node AS (
+SQL = f"""
+WITH {PRESSURE}, node AS (
     SELECT rank, attempt, any_value(node) AS node FROM proc WHERE rank >= 0 GROUP BY ALL
 ), paced AS (
     SELECT attempt, step, max(time_ns) AS time_ns FROM step GROUP BY ALL
@@ -44,7 +47,14 @@ WITH node AS (
     SELECT 'address space (RLIMIT_AS)' AS kind, attempt, rank AS place, step, seq, vms_bytes AS used,
            limit_as_bytes AS ceiling FROM memory
     UNION ALL
+    SELECT 'data segment (RLIMIT_DATA)', attempt, rank, step, seq, data_bytes, limit_data_bytes FROM memory
+    UNION ALL
     SELECT 'data segment (RLIMIT_DATA)', attempt, rank, step, seq, data_bytes, limit_data_bytes FROM process
+    ANTI JOIN (SELECT DISTINCT rank, attempt FROM memory WHERE limit_data_bytes > 0) USING (rank, attempt)
+    UNION ALL
+    SELECT 'device memory', m.attempt, m.rank, m.step, m.seq, m.cuda_allocated_bytes,
+           m.cuda_total_bytes - coalesce(o.used, 0)
+    FROM memory m LEFT JOIN others o USING (rank, attempt) WHERE m.cuda_total_bytes > 0
     UNION ALL
     SELECT 'cgroup memory', attempt, node, step, seq, cgroup_used_bytes, cgroup_limit_bytes FROM host_step
     UNION ALL
@@ -72,14 +82,14 @@ WITH node AS (
     SELECT kind, attempt, place, any_value(last_ceiling) AS ceiling, [] AS lows, [] AS steps, max(used) AS high,
            max(used) AS used, min(step) AS first, max(step) AS last FROM numbered WHERE total < $fewest GROUP BY ALL
 )
-SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last
+SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last,
+       p.device
 FROM (SELECT * FROM judged UNION ALL SELECT * FROM short) j
 LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
+LEFT JOIN pressure p ON p.rank = j.place AND p.attempt = j.attempt AND j.kind = 'device memory'
 ORDER BY j.attempt, j.kind, j.place
 """
 
-TREND_Z = 3.09  # one-sided p of 0.001
-LOWER_Z = 1.645  # the slope's 95 % lower bound: what is projected should rather be late than early
 LEAST_GROWTH = 0.01  # of the limit: less is the noise of allocators and page caches
 NEAR = 0.95  # of the limit: usage that got here while rising was seen, not projected
 SHARED = ("cgroup memory", "physical memory")  # limits of a whole node
@@ -97,57 +107,7 @@ class Row(NamedTuple):
     used: int  # at the last sample
     first: int
     last: int
-
-
-@dataclass(frozen=True)
-class Trend:
-    """A rising series: `slope` in bytes a step, the cautious one that is projected."""
-
-    z: float
-    slope: float
-    growth: int
-
-
-def trend(values: Sequence[int], steps: Sequence[int]) -> Trend | None:
-    """The trend of block minima, None unless it is certain, steady and still going on in the last third."""
-    z = mann_kendall_z(values)
-    if z <= TREND_Z:
-        return None
-    middle, lower = theil_sen(values, steps)
-    third = max(3, len(values) // 3)
-    late, _ = theil_sen(values[-third:], steps[-third:])
-    # a cache that fills rises ever more slowly: below half the whole window's pace it is levelling off
-    if lower <= 0 or late < middle / 2:
-        return None
-    return Trend(z, min(lower, late), values[-1] - values[0])
-
-
-def mann_kendall_z(values: Sequence[int]) -> float:
-    """Mann-Kendall statistic with continuity correction and ties; above 0 for a rise, 0 for fewer than 3 values."""
-    n = len(values)
-    if n < 3:
-        return 0.0
-    score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
-    ties = sum(t * (t - 1) * (2 * t + 5) for t in (list(values).count(v) for v in set(values)))
-    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
-    if variance <= 0 or score == 0:
-        return 0.0
-    return (score - math.copysign(1, score)) / math.sqrt(variance)
-
-
-def theil_sen(values: Sequence[int], steps: Sequence[int]) -> tuple[float, float]:
-    """Median of the slopes of all pairs, and its lower bound (Sen 1968) at LOWER_Z; (0, 0) when no step passed."""
-    slopes = sorted(
-        (b - a) / (steps[j] - steps[i])
-        for i, a in enumerate(values)
-        for j, b in enumerate(values[i + 1 :], i + 1)
-        if steps[j] > steps[i]
-    )
-    if not slopes:
-        return 0.0, 0.0
-    n = len(values)
-    width = LOWER_Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    return median(slopes), slopes[max(0, min(len(slopes) - 1, int((len(slopes) - width) / 2)))]
+    device: dict[str, Any] | None  # what `signs` reads; with kind "device memory" only
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -160,6 +120,7 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
             rising[row.attempt, row.kind].append((row, seen))
     for (attempt, kind), members in rising.items():
         yield _finding(kind, members, _ranks(members, [r for r in rows if r.attempt == attempt]))
+    yield from _pressed([r for r in rows if r.device is not None])
     if not limited:
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", "no limit of address space, data segment, cgroup or machine was recorded"
@@ -169,6 +130,32 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     elif not any(r.lows for r in limited):
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", f"fewer than {PARAMS['fewest']} steps were recorded below a memory limit"
+        )
+
+
+def _pressed(rows: Sequence[Row]) -> Iterator[Finding]:
+    """One finding per sign and attempt, with the ranks that show it."""
+    shown: dict[tuple[int, str], list[tuple[Row, Sign]]] = defaultdict(list)
+    for row in rows:
+        for sign in signs(row.place, row.last, row.device or {}):
+            shown[row.attempt, sign.subject].append((row, sign))
+    for (attempt, subject), members in shown.items():
+        worst = next((s for _, s in members if s.severity == "warning"), members[0][1])
+        others = sorted({r.device["named"] for r, _ in members if r.device and r.device["named"]})
+        beside = f"; on the device beside it: {'; '.join(others)}" if others else ""
+        yield Finding(
+            ranks=tuple(sorted(r.place for r, _ in members)),
+            first_step=min(s.first for _, s in members),
+            last_step=max(r.last for r, _ in members),
+            attempt=attempt,
+            severity=worst.severity,
+            evidence_state="OBSERVED" if worst.observed else "INFERRED",
+            subject=subject,
+            summary=f"{ranks_text(r.place for r, _ in members)}: {worst.said}{beside}",
+            evidence=tuple(s.evidence for _, s in members[:8]),
+            cannot_conclude=("whether an allocation will fail",),
+            next_check="smaller batches or shorter sequences; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against "
+            "fragments; end other processes on the device",
         )
 
 
@@ -206,8 +193,8 @@ def _finding(kind: str, members: Sequence[tuple[Row, Trend]], ranks: tuple[int, 
         severity="warning",
         evidence_state="OBSERVED" if near else "INFERRED",
         subject=kind,
-        summary=f"{kind} of {ranks_text(ranks)} grows by {_mib(slope.slope)} a step and is at {share:.0%} "
-        f"of its limit of {_mib(nearest.limit)} at step {nearest.last}: "
+        summary=f"{kind} of {ranks_text(ranks)} grows by {mib(slope.slope)} a step and is at {share:.0%} "
+        f"of its limit of {mib(nearest.limit)} at step {nearest.last}: "
         f"at this pace it is full near step {nearest.last + left}",
         evidence=tuple(_evidence(r, t) for r, t in members[:8]),
         cannot_conclude=(
@@ -220,11 +207,7 @@ def _finding(kind: str, members: Sequence[tuple[Row, Trend]], ranks: tuple[int, 
 
 def _evidence(row: Row, found: Trend) -> Evidence:
     value = (
-        f"{_mib(row.used)} used, +{_mib(found.growth)} since step {row.first}, +{_mib(found.slope)} a step "
+        f"{mib(row.used)} used, +{mib(found.growth)} since step {row.first}, +{mib(found.slope)} a step "
         f"(Mann-Kendall z {found.z:.1f}, lower bound of the slope)"
     )
-    return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {_mib(row.limit)}")
-
-
-def _mib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**20:.4g} MiB"
+    return Evidence(None if row.kind in SHARED else row.place, row.last, row.kind, value, f"limit {mib(row.limit)}")

@@ -31,6 +31,8 @@ class HostSample:
     cgroup_limit_bytes: int
     cgroup_used_bytes: int
     cgroup_oom_kills: int
+    shm_total_bytes: int
+    shm_used_bytes: int
     swap_used_bytes: int
     pressure_memory_ratio: float
     disk_free_bytes: int
@@ -57,6 +59,7 @@ class Host:
         limit = cgroup.memory(self.cgroup)
         read, written = disk_bytes(read_text(proc / "diskstats"), self.root / "sys/block")
         sent, received = net_bytes(read_text(proc / "net/dev"))
+        shm_total, shm_used = shared_bytes(self.root / "dev/shm")
         return HostSample(
             cpu_ratio=self._cpu_ratio(read_text(proc / "stat")),
             cores=len(os.sched_getaffinity(0)),
@@ -66,6 +69,8 @@ class Host:
             cgroup_limit_bytes=limit.limit_bytes,
             cgroup_used_bytes=limit.used_bytes,
             cgroup_oom_kills=limit.oom_kills,
+            shm_total_bytes=shm_total,
+            shm_used_bytes=shm_used,
             swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
             pressure_memory_ratio=self._pressure(),
             disk_free_bytes=free_bytes(self.store),
@@ -122,6 +127,15 @@ def net_bytes(dev: str) -> tuple[int, int]:
         if colon and name.strip() != "lo" and len(numbers) >= 9:
             received, sent = received + int(numbers[0]), sent + int(numbers[8])
     return sent, received
+
+
+def shared_bytes(folder: Path) -> tuple[int, int]:
+    """(size, in use) of the file system that shared memory lives in; (-1, -1) when it can't be asked."""
+    try:
+        s = os.statvfs(folder)
+    except OSError:
+        return -1, -1
+    return s.f_blocks * s.f_frsize, (s.f_blocks - s.f_bfree) * s.f_frsize
 
 
 def free_bytes(folder: Path) -> int:

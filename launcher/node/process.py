@@ -2,7 +2,7 @@
 
 Writes    proc
 Costs     four small files a rank, one a worker; the process tree is one pass over /proc, held under 0.2 % of a core
-Blind to  shared pages: each process's resident memory counts them, so workers' sums are an upper bound
+Blind to  pages that a forked worker still shares with its parent: each process counts them as its own
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class ProcessSample:
     """What /proc says about one process; -1 for a limit that is none and for what is not told."""
 
     rss_bytes: int
+    anon_bytes: int
+    shared_bytes: int
     vms_bytes: int
     data_bytes: int
     limit_as_bytes: int
@@ -36,10 +38,11 @@ class ProcessSample:
     threads: int
     files: int
 
-    def columns(self, pid: int, workers: int, workers_rss_bytes: int) -> tuple[Any, ...]:
+    def columns(self, pid: int, workers: int, workers_rss_bytes: int, workers_own_bytes: int) -> tuple[Any, ...]:
         """The columns of `nodetables.PROC` after `node`, in their order."""
-        return (pid, self.rss_bytes, self.vms_bytes, workers, workers_rss_bytes, self.limit_as_bytes,
-                self.limit_data_bytes, self.data_bytes, self.cpu_seconds, self.threads, self.files)  # fmt: skip
+        return (pid, self.rss_bytes, self.anon_bytes, self.shared_bytes, self.vms_bytes, workers, workers_rss_bytes,
+                workers_own_bytes, self.limit_as_bytes, self.limit_data_bytes, self.data_bytes, self.cpu_seconds,
+                self.threads, self.files)  # fmt: skip
 
 
 def sample_process(pid: int, root: Path = Path("/")) -> ProcessSample | None:
@@ -50,6 +53,8 @@ def sample_process(pid: int, root: Path = Path("/")) -> ProcessSample | None:
         return None
     return ProcessSample(
         rss_bytes=status["VmRSS"],
+        anon_bytes=status.get("RssAnon", -1),
+        shared_bytes=status.get("RssShmem", -1),
         vms_bytes=status.get("VmSize", -1),
         data_bytes=status.get("VmData", -1),
         limit_as_bytes=_limit(pid, resource.RLIMIT_AS),
@@ -60,10 +65,13 @@ def sample_process(pid: int, root: Path = Path("/")) -> ProcessSample | None:
     )
 
 
-def rss_bytes(pid: int, root: Path = Path("/")) -> int:
-    """Resident memory; 0 when the process has ended."""
+def resident_bytes(pid: int, root: Path = Path("/")) -> tuple[int, int]:
+    """(resident memory, of it what belongs to no file and no shared memory); (0, 0) when the process has ended."""
     words = read_text(root / "proc" / str(pid) / "statm").split()
-    return int(words[1]) * resource.getpagesize() if len(words) > 1 else 0
+    if len(words) < 3:
+        return 0, 0
+    page = resource.getpagesize()
+    return int(words[1]) * page, (int(words[1]) - int(words[2])) * page
 
 
 def _limit(pid: int, what: int) -> int:

@@ -130,7 +130,7 @@ def install(emit: Emit) -> Undo:
     agent = emit.agent
     loaders = agent.torch.utils.data.dataloader
     base, multi = loaders._BaseDataLoaderIter, loaders._MultiProcessingDataLoaderIter
-    numbers, roots = Numbers(), Numbers()
+    numbers, roots = Numbers(), agent.datasets
     passes: dict[int, int] = {}
 
     def indices(iterator: Any) -> Indices:

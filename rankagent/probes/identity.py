@@ -117,6 +117,9 @@ def install(emit: Emit) -> Undo:
         if cuda.is_initialized():
             put("device.name", cuda.get_device_name(), "should")
             put("device.capability", cuda.get_device_capability(), "should")
+            uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+            put("device.uuid", f"GPU-{uuid}" if uuid is not None else "unknown", "may")
+            put("device.allocator", getattr(cuda, "get_allocator_backend", lambda: "unknown")(), "should")
             put("version.cuda", agent.torch.version.cuda, "must")
             put("version.cudnn", agent.torch.backends.cudnn.version(), "should")
         put("backend", dist.get_backend() if (dist := torchprivate.distributed(agent.torch)) else "none", "must")

@@ -129,3 +129,18 @@ def test_gradients_of_a_replica_that_has_come_apart_stand_apart_for_a_reason() -
     for other in ({"ranks": (1,)}, {"first_step": 12}, {"attempt": 1}):
         apart = replace(_f(step=7), **other)  # type: ignore[arg-type]
         assert _severities(("GRAD_OUTLIER_RANK", outlier), ("PARAM_DESYNC", apart))["GRAD_OUTLIER_RANK"] == "warning"
+
+
+def test_growth_is_told_once_by_the_rule_that_says_most() -> None:
+    leak, limit = _f((1,), 1, severity="warning"), _f((0, 1), 1, severity="warning")
+    more = _f((1,), None, severity="warning")
+    assert _severities(("MEMORY_IMBALANCE", more), ("MEMORY_LEAK", leak), ("OOM_PRECURSOR", limit)) == {
+        "MEMORY_IMBALANCE": "note", "MEMORY_LEAK": "note", "OOM_PRECURSOR": "warning"}  # fmt: skip
+    assert _severities(("MEMORY_IMBALANCE", more), ("MEMORY_LEAK", leak)) == {
+        "MEMORY_IMBALANCE": "note", "MEMORY_LEAK": "warning"}  # fmt: skip
+
+
+def test_growth_of_other_ranks_or_beside_a_note_speaks_for_itself() -> None:
+    leak = _f((1,), 1, severity="warning")
+    for limit in (_f((2,), 1, severity="warning"), _f((0, 1), 1, severity="note"), _f((1,), 1, attempt=1)):
+        assert _severities(("MEMORY_LEAK", leak), ("OOM_PRECURSOR", limit))["MEMORY_LEAK"] == "warning"

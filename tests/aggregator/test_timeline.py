@@ -81,3 +81,19 @@ def test_incidents_stand_at_their_steps() -> None:
     (event,) = [e for e in _events(healthy(2), Incident("x", "PARAM_DESYNC", found)) if e.kind == "incident"]
     assert (event.step, event.last_step, event.ranks) == (9, 24, (1,))
     assert event.words == "PARAM_DESYNC (critical): in.weight"
+
+
+def test_what_devices_report_is_told_with_the_ranks_on_them() -> None:
+    rows = Rows()
+    for step in range(1, 5):
+        rows.add("step", rank=1, step=step, time_ns=step * 1000)
+    rows.add("gpu_proc", rank=1, device=3, of_pid=7)
+    for at, reasons, errors in ((500, 0x4, 0), (1500, 0x4, 0), (2500, 0x44, 2), (3500, 0, 2)):
+        rows.add("gpu", rank=-1, device=3, time_ns=at, throttle_reasons=reasons, ecc_uncorrected=errors)
+    rows.add("gpu_event", rank=-1, device=3, time_ns=3200, xid=79)
+    assert _of(_events(rows), "device") == [
+        (2, 2, (1,), "device 3: 2 uncorrected memory error(s)"),
+        (2, 2, (1,), "device 3: clocks slowed by hardware thermal slowdown"),
+        (3, 3, (1,), "device 3: Xid 79, the device fell off the bus"),
+        (3, 3, (1,), "device 3: clocks free again"),
+    ]

@@ -26,7 +26,9 @@ rank, world = dist.get_rank(), dist.get_world_size()
 """
 
 # Every program here is right on all ranks; the last line makes the flight recorder of all ranks be read as well.
-HEALTHY = HEAD + """
+HEALTHY = (
+    HEAD
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -115,8 +117,11 @@ if "fail" in sys.argv:
     raise ValueError("every rank ends like this")
 dist.destroy_process_group()
 """
+)
 
-FAULTS = HEAD + """
+FAULTS = (
+    HEAD
+    + """
 model = DDP(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -144,6 +149,7 @@ for turn in range(9):
         mean(1.0); norms()
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.parametrize("fault", ["order", "skipped", "size", "barrier"])

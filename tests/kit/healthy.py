@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from tdbg.rankagent.tables import known_tables
+
 from .rows import Rows, bits
 
 STEPS = 24  # two epochs of PASS batches each
@@ -12,6 +14,7 @@ HELD = 3  # batches of an evaluation after each epoch
 BATCH = 4
 TENSORS = ("in.weight", "in.bias", "out.weight", "out.bias")
 SHAPES = ("8x4", "8", "2x8", "2")
+DEVICE = [c.name for c in known_tables()["memory"].columns if c.name.startswith("cuda_") and c.unit == "B"]
 BUFFERS = ("norm.mean", "norm.count")  # indices 4 and 5 of the catalogue
 
 
@@ -117,8 +120,9 @@ def _step(rows: Rows, rank: int, ranks: int, step: int) -> None:
     rows.add("clip", **me, max_norm=1.0, norm_type=2.0, norm=0.5, calls=1)
     if step > 1:
         rows.add("leftover", **me, parameter="in.bias")
-    rows.add("memory", **me, rss_bytes=10**9, vms_bytes=4 * 10**9, limit_as_bytes=-1,
-             cuda_allocated_bytes=-1, cuda_reserved_bytes=-1)  # fmt: skip
+    rows.add("memory", **me, rss_bytes=10**9, anon_bytes=8 * 10**8, shared_bytes=10**6, vms_bytes=4 * 10**9,
+             data_bytes=2 * 10**9, limit_as_bytes=-1, limit_data_bytes=-1, dataset_items=1, cuda_device=-1,
+             **dict.fromkeys(DEVICE, -1))  # fmt: skip
     rows.add("phase", **me, data_ns=10**6, forward_ns=10**6, backward_ns=10**6, optimizer_ns=10**6, other_ns=10**6)
     for nth, site in enumerate(("train.py:31 mean", "train.py:35 correct")):
         rows.add("collective", **me, group="0", ranks=list(range(ranks)), position=2 * step - 1 + nth, op="all_reduce",

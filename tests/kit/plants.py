@@ -118,6 +118,20 @@ def spike(rows: Rows) -> None:
     rows.connection.execute("UPDATE loss SET total = 9 WHERE rank = 2 AND step = 50")
 
 
+def leaking(rows: Rows) -> None:
+    """The run goes on, and rank 2 keeps 20 MB more at each step."""
+    for shift in (STEPS, 2 * STEPS):
+        rows.connection.execute(f"""INSERT INTO memory SELECT * REPLACE (step + {shift} AS step, seq + 100000 AS seq)
+            FROM memory WHERE step <= {STEPS}""")
+    rows.connection.execute("UPDATE memory SET anon_bytes = anon_bytes + step * 20000000 WHERE rank = 2")
+
+
+def out_of_memory(rows: Rows) -> None:
+    """In step 9 rank 2 asks for more than there is."""
+    rows.add("oom", rank=2, pid=102, step=9, kind="host", during="forward", type="MemoryError", device=-1,
+             requested_bytes=10**9, in_use_bytes=10**10, parameters_bytes=10**9, others_bytes=8 * 10**9)  # fmt: skip
+
+
 def dead(rows: Rows) -> None:
     """On every rank `act` gives zero at each step, and what feeds it gets no gradient."""
     rows.connection.execute("UPDATE grad SET l2 = [0, 0, l2[3], l2[4]]")
@@ -320,6 +334,9 @@ PLANTS: dict[str, Plant] = {
             "UPDATE step SET step_ns = step_ns + 100000000 WHERE step % 2 = 0"),
         (2,), 4,
     ),
+    "MEMORY_LEAK": Plant(leaking, (2,), 1),
+    "MEMORY_IMBALANCE": Plant(sql("UPDATE memory SET anon_bytes = anon_bytes * 3 WHERE rank = 2"), (2,), None),
+    "OOM": Plant(out_of_memory, (2,), 9),
     "OOM_PRECURSOR": Plant(
         sql("UPDATE memory SET limit_as_bytes = 10000000000",
             "UPDATE memory SET vms_bytes = vms_bytes + step * 200000000 WHERE rank = 2"),

@@ -21,14 +21,23 @@ class NotSupported(NVMLError):
         return "Not Supported"
 
 
+class Timeout(NVMLError):
+    def __str__(self) -> str:
+        return "Timeout"
+
+
 class FakeNvml:
     """`pids` are on device 0; `lacks` are names of functions that this release of the module does not have."""
 
     NVMLError = NVMLError
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_VOLATILE_ECC = 0, 1, 2, 0
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
+    nvmlEventTypeXidCriticalError = 8
 
     def __init__(self, pids: tuple[int, ...] = (), devices: int = 2, init_error: Exception | None = None) -> None:
         self.pids, self.devices, self.init_error, self.calls = pids, devices, init_error, 0
+        self.events: list[tuple[int, int, int]] = []  # (device, type, data) that wait to be asked for
+        self.event_sets = 0  # that are open
 
     def nvmlInit(self) -> None:
         self.calls += 1
@@ -64,7 +73,7 @@ class FakeNvml:
         return 41
 
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int:
-        return 1980
+        return 1980 if kind == self.NVML_CLOCK_SM else 2619
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
         raise NotSupported  # the driver is older than the module: it knows the call by its old name only
@@ -75,7 +84,43 @@ class FakeNvml:
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, counter: int) -> int:
         self._only_first(handle)
+        return 3 if kind == self.NVML_MEMORY_ERROR_TYPE_CORRECTED else 0
+
+    def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
+        self._only_first(handle)
+        return (5, 1, 0, 0)
+
+    def nvmlDeviceGetPcieReplayCounter(self, handle: Any) -> int:
+        self._only_first(handle)
+        return 2
+
+    def nvmlDeviceGetPerformanceState(self, handle: Any) -> int:
         return 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
+        self._only_first(handle)
+        return 700_000
+
+    def nvmlDeviceGetIndex(self, handle: Any) -> int:
+        return int(handle.index)
+
+    def nvmlEventSetCreate(self) -> Any:
+        self.event_sets += 1
+        return SimpleNamespace(followed=[])
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, events: Any) -> None:
+        self._only_first(handle)
+        events.followed.append(handle.index)
+
+    def nvmlEventSetWait_v2(self, events: Any, timeout_ms: int) -> Any:
+        assert timeout_ms == 0, "the supervisor's thread must not wait"
+        if not self.events:
+            raise Timeout
+        device, kind, data = self.events.pop(0)
+        return SimpleNamespace(device=SimpleNamespace(index=device), eventType=kind, eventData=data)
+
+    def nvmlEventSetFree(self, events: Any) -> None:
+        self.event_sets -= 1
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
         self._only_first(handle)

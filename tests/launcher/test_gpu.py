@@ -21,14 +21,18 @@ def test_a_device_gives_all_its_numbers_in_base_units(fake_nvml: ModuleType) -> 
     gpus = connected(fake_nvml.FakeNvml())
     first = gpus.devices[0]
     assert (first.uuid, first.name) == ("GPU-0", "Fake H")
-    assert gpus.sample(first).columns() == (0, 80 * GIB, GIB, 0.37, 251.5, 41, 1980, 4, 0)
+    assert gpus.sample(first).columns() == (
+        0, 80 * GIB, GIB, 0.37, 251.5, 41, 1980, 2619, 700.0, 0, 4, 3, 0, 1, 2
+    )  # fmt: skip
 
 
 def test_what_a_device_does_not_support_is_unknown_and_the_rest_is_there(fake_nvml: ModuleType) -> None:
     gpus = connected(fake_nvml.FakeNvml())
     second = gpus.devices[1]
     assert second.uuid == "GPU-1"
-    assert gpus.sample(second).columns() == (1, 80 * GIB, 2 * GIB, 0.37, -1.0, 41, 1980, -1, -1)
+    assert gpus.sample(second).columns() == (
+        1, 80 * GIB, 2 * GIB, 0.37, -1.0, 41, 1980, 2619, -1.0, 0, -1, -1, -1, -1, -1
+    )  # fmt: skip
     assert gpus.processes(second) == []
 
 
@@ -60,3 +64,16 @@ def test_the_real_module_has_the_names_that_the_fake_has(fake_nvml: ModuleType) 
 
     names = [n for n in vars(fake_nvml.FakeNvml) if n.startswith(("nvml", "NVML"))]
     assert [n for n in names if not hasattr(pynvml, n)] == []
+
+
+def test_errors_that_the_driver_reports_are_given_once_and_nobody_waits_for_them(fake_nvml: ModuleType) -> None:
+    nvml = fake_nvml.FakeNvml()
+    gpus = connected(nvml)
+    assert gpus.events() == []
+    nvml.events = [(0, 8, 79), (0, 4, 1), (0, 8, 48)]  # the one between is a change of P-state
+    assert gpus.events() == [gpu.GpuEvent(0, 79), gpu.GpuEvent(0, 48)]
+    assert gpus.events() == []
+    assert gpus.events_unseen == [1]
+    gpus.close()
+    assert nvml.event_sets == 0
+    assert gpus.events() == []

@@ -60,7 +60,7 @@ def test_the_samples_have_as_many_columns_as_their_tables(tmp_path: Path) -> Non
     assert len(host.Host(tmp_path).sample().columns()) == len(HOST.fixed) - 1
     mine = process.sample_process(os.getpid())
     assert mine is not None
-    assert len(mine.columns(1, 0, 0)) == len(PROC.fixed) - 1
+    assert len(mine.columns(1, 0, 0, 0)) == len(PROC.fixed) - 1
 
 
 def test_this_process_is_measured_as_the_kernel_knows_it() -> None:
@@ -71,7 +71,7 @@ def test_this_process_is_measured_as_the_kernel_knows_it() -> None:
     assert s.threads >= 1
     assert s.files >= 3
     assert s.cpu_seconds > 0
-    assert abs(process.rss_bytes(os.getpid()) - s.rss_bytes) < 64 << 20
+    assert abs(process.resident_bytes(os.getpid())[0] - s.rss_bytes) < 64 << 20
 
 
 def test_limits_that_the_process_set_itself_are_seen_from_outside() -> None:

@@ -54,7 +54,9 @@ def test_rows_are_joined_to_ranks_by_pid(
     tmp_path: Path, recorder: Recorder, fake_nvml: ModuleType, rows_of: Any
 ) -> None:
     me = os.getpid()
-    gpus = Gpus(fake_nvml.FakeNvml(pids=(me,)))
+    nvml = fake_nvml.FakeNvml(pids=(me,))
+    nvml.events = [(1, 8, 79)]
+    gpus = Gpus(nvml)
     sampler = Sampler(recorder, 2, 1.0, Host(tmp_path), Tree(), gpus)
     sampler.sample([Target(rank=5, attempt=1, pid=me, step=33), Target(rank=6, attempt=1, pid=2**22 + 1, step=0)])
     folder = Path(recorder.folder)
@@ -69,6 +71,8 @@ def test_rows_are_joined_to_ranks_by_pid(
         (5, me, GIB),
         (-1, 999_999, -1),
     ]
+    assert [(e["rank"], e["node"], e["device"], e["xid"]) for e in rows_of(folder, "gpu_event")] == [(-1, 2, 1, 79)]
+    assert 0 < proc["anon_bytes"] < proc["rss_bytes"]
     assert recorder.dropped == 0
 
 

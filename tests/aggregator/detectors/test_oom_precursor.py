@@ -10,7 +10,6 @@ import pytest
 
 from kit.rows import Finding, Rows
 from tdbg.aggregator.detectors import oom_precursor
-from tdbg.aggregator.detectors.oom_precursor import mann_kendall_z, theil_sen, trend
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -116,25 +115,71 @@ def test_the_data_segment_is_judged_by_the_launchers_samples() -> None:
     assert (f.ranks, f.subject) == ((0,), "data segment (RLIMIT_DATA)")
 
 
-def test_the_trend_statistic_knows_a_rise_a_fall_and_nothing() -> None:
-    assert mann_kendall_z(range(8)) == pytest.approx(3.34, abs=0.01)
-    assert mann_kendall_z(range(8, 0, -1)) == pytest.approx(-3.34, abs=0.01)
-    assert mann_kendall_z([5] * 8) == 0
-    assert mann_kendall_z([1, 2]) == 0
-    assert mann_kendall_z(range(7)) < oom_precursor.TREND_Z  # why eight blocks are the fewest
+GIB = 1 << 30
+ON_DEVICE = {"cuda_total_bytes": 80 * GIB, "cuda_reserved_bytes": 70 * GIB, "cuda_allocated_bytes": 60 * GIB,
+             "cuda_inactive_split_bytes": GIB, "cuda_allocated_peak_bytes": 66 * GIB}  # fmt: skip
 
 
-def test_the_slope_withstands_an_outlier_and_its_bound_lies_below() -> None:
-    values = [10 * i for i in range(12)]
-    values[5] = 10_000
-    slope, lower = theil_sen(values, range(0, 24, 2))
-    assert slope == pytest.approx(5)
-    assert 0 < lower <= slope
+def device(steps: int = 60, ranks: int = 3, **columns: str) -> Rows:
+    """Ranks with a device each; `columns` are SQL expressions for rank 1."""
+    rows = grow(lambda s: 200, steps, ranks, limit=-1)
+    for name, value in ON_DEVICE.items():
+        rows.connection.execute(f"UPDATE memory SET {name} = {value}")
+    for name, text in columns.items():
+        rows.connection.execute(f"UPDATE memory SET {name} = {text} WHERE rank = 1")
+    return rows
 
 
-def test_the_trend_of_noise_is_none_nearly_always() -> None:
-    chance = random.Random(7)
-    alarms = sum(
-        trend([int(chance.gauss(0, 1000)) for _ in range(8)], range(0, 80, 10)) is not None for _ in range(2000)
+def test_a_device_that_is_used_well_is_silent() -> None:
+    assert judge(device(), 3) == ("CLEAR", [])
+    assert (
+        judge(device(cuda_allocated_peak_bytes=f"CASE WHEN step < 5 THEN step * {15 * GIB} ELSE {79 * GIB} END"), 3)[1]
+        == []
     )
-    assert alarms <= 6  # 0.1 % of 2,000 is 2; more than 6 has a probability below 0.5 %
+    assert judge(device(cuda_retries="CASE WHEN step > 3 THEN 2 ELSE 0 END"), 3)[1] == []  # while kernels were tuned
+
+
+def test_flushes_of_the_cache_after_the_start_are_observed() -> None:
+    _, (f,) = judge(device(cuda_retries="step // 20"), 3)
+    assert (f.ranks, f.first_step, f.severity, f.evidence_state) == ((1,), 20, "warning", "OBSERVED")
+    assert f.subject == "allocator retries"
+    _, (f,) = judge(device(cuda_retries="CASE WHEN step > 30 THEN 1 ELSE 0 END"), 3)
+    assert f.severity == "note"
+
+
+def test_fragments_are_a_warning_together_with_a_flush() -> None:
+    full = {"cuda_reserved_bytes": str(78 * GIB), "cuda_inactive_split_bytes": str(9 * GIB)}
+    _, (f,) = judge(device(**full), 3)
+    assert (f.subject, f.severity) == ("fragmentation", "note")
+    _, several = judge(device(**full, cuda_retries="step // 20"), 3)
+    assert {(f.subject, f.severity) for f in several} == {
+        ("fragmentation", "warning"),
+        ("allocator retries", "warning"),
+    }
+    rows = device(**full)
+    for rank in range(3):
+        rows.add("identity", rank=rank, key="env.PYTORCH_CUDA_ALLOC_CONF", value="expandable_segments:True")
+    assert judge(rows, 3)[1] == []
+
+
+def test_peaks_that_rise_by_more_than_is_left() -> None:
+    rising = f"CASE WHEN step < 20 THEN {50 * GIB} WHEN step < 40 THEN {63 * GIB} ELSE {76 * GIB} END"
+    _, (f,) = judge(device(cuda_allocated_peak_bytes=rising), 3)
+    assert (f.ranks, f.subject, f.severity, f.evidence_state) == ((1,), "headroom", "warning", "INFERRED")
+    reset = f"CASE WHEN step % 20 = 0 THEN {10 * GIB} ELSE {76 * GIB} END"  # the program resets its peak
+    assert judge(device(cuda_allocated_peak_bytes=reset), 3)[1] == []
+
+
+def test_other_processes_on_the_device_are_named_and_take_from_its_room() -> None:
+    rising = f"CASE WHEN step < 20 THEN {50 * GIB} WHEN step < 40 THEN {52 * GIB} ELSE {54 * GIB} END"
+    rows = device(cuda_allocated_peak_bytes=rising)
+    assert judge(rows, 3)[1] == []
+    for of_pid, rank, used in ((11, 1, 70), (777, -1, 25)):
+        rows.add("gpu_proc", rank=rank, device=4, of_pid=of_pid, memory_used_bytes=used * GIB)
+    _, (f,) = judge(rows, 3)
+    assert "process 777: 25600 MiB" in f.summary
+
+
+def test_device_memory_that_nears_its_end() -> None:
+    _, found = judge(device(cuda_allocated_bytes=f"{20 * GIB} + step * {700 << 20}"), 3)
+    assert [(f.ranks, f.subject) for f in found] == [((1,), "device memory")]
