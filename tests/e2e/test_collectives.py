@@ -26,7 +26,9 @@ rank, world = dist.get_rank(), dist.get_world_size()
 """
 
 # Every program here is right on all ranks; the last line makes the flight recorder of all ranks be read as well.
-HEALTHY = HEAD + """
+HEALTHY = (
+    HEAD
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -115,8 +117,11 @@ if "fail" in sys.argv:
     raise ValueError("every rank ends like this")
 dist.destroy_process_group()
 """
+)
 
-FAULTS = HEAD + """
+FAULTS = (
+    HEAD
+    + """
 model = DDP(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -144,6 +149,7 @@ for turn in range(9):
         mean(1.0); norms()
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.parametrize("fault", ["order", "skipped", "size", "barrier"])
@@ -175,5 +181,6 @@ def test_the_recorder_of_a_failed_job_shows_no_mismatch_where_there_is_none(tmp_
     ended = run(tmp_path, job(HEALTHY, ranks=3, arguments=["fail"]))
     assert ended.code != 0
     recorded = ended.rows("SELECT rank, count(*) FROM collective WHERE source = 'recorder' GROUP BY rank ORDER BY rank")
-    assert len(recorded) == 3 and min(n for _, n in recorded) > 50, recorded
+    assert len(recorded) == 3, recorded
+    assert min(n for _, n in recorded) > 50, recorded
     assert ended.found("COLLECTIVE_MISMATCH") == []
