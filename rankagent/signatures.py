@@ -3,7 +3,8 @@
 Only what every backend needs to be equal goes in, so that what may differ never looks like a fault: the number of
 elements and not the shape; of an all-gather or reduce-scatter over lists the list that all ranks share (NCCL takes
 parts of unequal size there), and on the host a rank's own part too; of an all-to-all no size; of gather and scatter
-sizes on the host only (NCCL sends parts of any size). `reduce`'s output, the lists of a root and the payload of a peer are left out.
+sizes on the host only (NCCL sends parts of any size). `reduce`'s output, the lists of a root and the payload of a
+peer are left out.
 """
 
 from __future__ import annotations

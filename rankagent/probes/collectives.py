@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from .. import asked, flightrecorder, signatures, torchprivate
+from .. import asked, flightrecorder, guard, signatures, torchprivate
 from ..agent import Agent, Emit, StepInfo, now_ns
 from ..callsite import CallSites, caller
 from ..patch import Undo, replace, undo_all
@@ -183,8 +183,9 @@ class Calls:
             return None
         group = self._named[name] = self._groups.setdefault((name, ranks), Group(name, ranks))
         if self._unlisten is None:
-            self._unlisten = lambda: None
-            self._unlisten = asked.listen(self.agent.recorder.folder, self.answer)
+            # on a disk without FIFOs the launcher can't ask; all else goes on
+            undo = guard.attempt(lambda e: None, asked.listen, self.agent.recorder.folder, self.answer)
+            self._unlisten = undo or (lambda: None)
         return group
 
     def _reduction(self, op: Any) -> str:
