@@ -1,4 +1,4 @@
-"""Sequences of collectives side by side: who issued another one, what was left out, who crossed two call sites. Pure."""
+"""Sequences of collectives side by side: who issued another one, what was left out, who crossed call sites. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stand_apart(values: Mapping[int, object], size: int) -> Split:
 
 
 def left_out(own: Mapping[int, Issued], others: Mapping[int, Issued], at: int) -> Issued | None:
-    """What this rank seems to have left out at position `at`: there it is one that follows the others' in earlier steps."""
+    """What this rank seems to have left out at position `at`: what it issued follows the others' in earlier steps."""
     mine, theirs = own[at].what, others[at].what
     for before in range(at - 1, min(others) - 1, -1):
         if before in others and others[before].what == theirs:

@@ -1,4 +1,4 @@
-"""Which line of the user's program a call came from: the innermost frames outside torch, the standard library and us."""
+"""Which line of the user's program a call came from: the innermost frames outside torch, Python's library and us."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 Only what every backend needs to be equal goes in, so that what may differ never looks like a fault: the number of
 elements and not the shape; of an all-gather or reduce-scatter over lists the list that all ranks share (NCCL takes
-parts of unequal size there), and on the host a rank's own part too; of an all-to-all no size; of gather and scatter sizes on the host only (NCCL sends parts
-of any size). `reduce`'s output, the lists of a root and the payload of a peer are left out.
+parts of unequal size there), and on the host a rank's own part too; of an all-to-all no size; of gather and scatter
+sizes on the host only (NCCL sends parts of any size). `reduce`'s output, the lists of a root and the payload of a
+peer are left out.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ def read(
     if shape.argument < 0:
         return "", -1
     given = [*args, *kwargs.values()] if kwargs else args
-    tensors = list(_flat(given[shape.argument])) if len(given) > shape.argument else []
-    text = sizes(tensors, shape.sizes)
+    shared = given[shape.argument] if len(given) > shape.argument else ()
+    if isinstance(shared, list) and len(shared) == 1 and not isinstance(shared[0], (list, tuple)):
+        text = _one(shared[0], shape.sizes)  # the usual call: one tensor
+    else:
+        text = sizes(list(_flat(shared)), shape.sizes)
     if shape.own >= 0 and len(given) > shape.own:
         part = list(_flat(given[shape.own]))
         if part and part[0].device.type == "cpu":
@@ -103,8 +107,13 @@ def listed(parts: Sequence[str]) -> str:
     return text if len(runs) <= SHOWN else f"{text} and more, #{crc32(repr(runs).encode()):08x}"
 
 
+_names: dict[Any, str] = {}  # of the few types there are
+
+
 def _one(tensor: Any, which: str) -> str:
-    dtype = str(tensor.dtype)[6:]  # without "torch."
+    dtype = _names.get(tensor.dtype)
+    if dtype is None:
+        dtype = _names[tensor.dtype] = str(tensor.dtype)[6:]  # without "torch."
     if which == "none" or (which == "host" and tensor.device.type != "cpu"):
         return dtype
     return f"{dtype}[{tensor.numel()}]"

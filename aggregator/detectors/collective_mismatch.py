@@ -180,9 +180,8 @@ def _different(group: Group, position: int) -> Finding:
     usual = next((r for rank, r in at.items() if rank not in odd.odd), None)
     sides = [at[rank] for rank in odd.odd] if usual is None else [at[odd.odd[0]], usual]
     text = ", ".join(dict.fromkeys(_said(r) for r in sides))
-    own = _said(at[odd.odd[0]])
     summary = (
-        f"{listed(odd.odd)} issued {own} as collective {position} of group {group.name}, the others {_said(usual)}"
+        f"{listed(odd.odd)} issued {_said(sides[0])} as number {position} of group {group.name}, others {_said(usual)}"
         if usual is not None
         else f"{listed(odd.odd)} issued different collectives as number {position} of group {group.name}: {text}"
     )

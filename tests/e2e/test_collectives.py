@@ -181,5 +181,6 @@ def test_the_recorder_of_a_failed_job_shows_no_mismatch_where_there_is_none(tmp_
     ended = run(tmp_path, job(HEALTHY, ranks=3, arguments=["fail"]))
     assert ended.code != 0
     recorded = ended.rows("SELECT rank, count(*) FROM collective WHERE source = 'recorder' GROUP BY rank ORDER BY rank")
-    assert len(recorded) == 3 and min(n for _, n in recorded) > 50, recorded
+    assert len(recorded) == 3, recorded
+    assert min(n for _, n in recorded) > 50, recorded
     assert ended.found("COLLECTIVE_MISMATCH") == []

@@ -65,7 +65,8 @@ def test_each_collective_has_a_row_with_its_place_in_the_group_and_in_the_progra
         (1, "all_reduce", "float32[6] SUM", -1), (2, "broadcast", "int64[4]", 0), (3, "barrier", "", -1),
         (4, "all_reduce", "float32[1] MAX", -1),
     ]  # fmt: skip
-    assert rows[0]["site"].startswith("test_collectives.py:") and rows[0]["site"].endswith(" helper")
+    assert rows[0]["site"].startswith("test_collectives.py:")
+    assert rows[0]["site"].endswith(" helper")
     assert " program < " in rows[0]["callers"]
     assert {tuple(r["ranks"]) for r in rows} == {(0,)}
 
@@ -81,7 +82,8 @@ def test_aliases_object_collectives_and_groups_are_seen(tmp_path: Path) -> None:
 
     rows = calls(record(tmp_path, program))
     assert [r["op"] for r in rows] == ["all_reduce", "all_gather", "all_gather", "all_reduce"]
-    assert rows[3]["position"] == 1 and rows[3]["group"] != rows[0]["group"]
+    assert rows[3]["position"] == 1
+    assert rows[3]["group"] != rows[0]["group"]
 
 
 def test_a_call_that_fails_has_its_row_and_its_own_error(tmp_path: Path) -> None:

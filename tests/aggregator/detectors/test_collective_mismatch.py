@@ -86,7 +86,8 @@ def test_different_roots_are_different_collectives() -> None:
     job = Job(3).same(LOSS)
     for rank in range(3):
         job.rows.add("collective", rank=rank, pid=100 + rank, step=6, position=6, op="broadcast", source="call",
-                     signature="float32[3]", root=int(rank == 2), group="0", ranks=[0, 1, 2], site="a.py:1 f")  # fmt: skip
+                     signature="float32[3]", root=int(rank == 2), group="0", ranks=[0, 1, 2],
+                     site="a.py:1 f")  # fmt: skip
     found = job.only()
     assert found.ranks == (2,)
     assert "with root 1" in found.summary
