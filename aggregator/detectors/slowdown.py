@@ -125,7 +125,7 @@ class Job:
 
     def change(self) -> Change | None:
         """A slowdown of the job's steps that is there with and without waiting for cores."""
-        whole = numpy.median(self.time, 0)
+        whole = self.time.min(0)  # of a rank that does not wait while another saves or evaluates
         if self.cpu_wait is None:
             return slowing.change(whole)
         # the agent waits for cores as well
