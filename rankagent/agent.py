@@ -114,7 +114,7 @@ class Agent:
         self.backwards = self.backwards_total = 0
         self.updates = 0  # by torch optimizers so far: a backward left over when these are gone is no step
         self.phases: dict[str, int] = {}
-        self._phase = "other"
+        self.phase = "other"  # where the training thread is
         self.phase_left: Callable[[str], None] = lambda name: None  # set by the phases probe
         self.skipped = False
         self.discarded = 0  # backwards of the step in progress whose gradients were thrown away
@@ -175,6 +175,7 @@ class Agent:
 
     def enter(self, phase: str) -> None:
         """Training is in another phase: for a failure's row, and for the launcher, which sees it while it lasts."""
+        self.phase_left(self.phase)
         self.phase = phase
         if self.live:
             self.recorder.enter(phase)
@@ -215,16 +216,6 @@ class Agent:
         self._events.clear()
 
     # -------------------------------------------------------- steps
-
-    @property
-    def phase(self) -> str:
-        """Where the training thread is."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self.phase_left(self._phase)
-        self._phase = name
 
     def add_phase(self, name: str, elapsed_ns: int) -> None:
         self.phases[name] = self.phases.get(name, 0) + elapsed_ns
