@@ -45,9 +45,9 @@ def trained(folder: Path, what: str, ranks: int = 3) -> Ended:
 def test_what_one_rank_keeps_is_told_with_its_rank(tmp_path: Path, what: str, code: str) -> None:
     ended = trained(tmp_path, what)
     assert ended.code == 0, ended
-    assert [(i["reason_code"], i["ranks"], i["severity"]) for i in ended.alarms] == [(code, [1], "warning")], (
-        ended.alarms
-    )
+    said = [(i["reason_code"], i["ranks"], i["severity"]) for i in ended.alarms]
+    slower = [("STRAGGLER", [1], "warning")]  # to fill 4 MiB a step takes as long as the step: true where cores are free
+    assert said in ([(code, [1], "warning")], [(code, [1], "warning"), *slower]), ended.alarms
 
 
 def test_a_cache_that_levels_off_is_silent(tmp_path: Path) -> None:
