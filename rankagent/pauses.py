@@ -18,24 +18,29 @@ class Span:
     began: int
     until: int
     data_ns: int = 0
+    communication_ns: int = 0
     batches: int = 0
     grad: bool = False  # autograd was on at one of them
     ended: bool = False
 
 
 class Pauses:
-    """Told of each batch and backward; `evaluation_ns` and `data_ns` (of it, waiting for batches) are of the step."""
+    """Told of each batch and backward; `evaluation_ns` is of the step, and of it `data_ns` waiting for batches and
+    `communication_ns` in collectives."""
 
     def __init__(self) -> None:
-        self.evaluation_ns = self.data_ns = 0
+        self.evaluation_ns = self.data_ns = self.communication_ns = 0
         self._spans: dict[Key, Span] = {}
         self._last: Key | None = None
 
-    def given(self, key: Key, now: int, wait_ns: int, end: bool, grad: bool) -> None:
-        """A batch of a pass was given, or its `end`; training waited for it until `now`."""
+    def given(self, key: Key, now: int, wait_ns: int, communication_ns: int, end: bool, grad: bool) -> None:
+        """A batch of a pass was given, or its `end`; training waited for it until `now`, and spent so much in
+        collectives since the batch before."""
         last = self._spans.get(self._last) if self._last is not None else None
-        if last is not None and self._last != key and not last.ended:
-            last.until = now - wait_ns  # what became of its last batch ends where another pass is asked
+        if last is not None and not last.ended:
+            last.communication_ns += communication_ns
+            if self._last != key:
+                last.until = now - wait_ns  # what became of its last batch ends where another pass is asked
         span = self._spans.setdefault(key, Span(now - wait_ns, now))
         self._last = key
         span.until, span.ended = now, end
@@ -53,11 +58,12 @@ class Pauses:
             if span.batches and key not in trained:
                 self.evaluation_ns += span.until - span.began
                 self.data_ns += span.data_ns
+                self.communication_ns += span.communication_ns
         self._spans.clear()
         self._last = None
 
-    def take(self) -> tuple[int, int]:
-        """(evaluation, data waits in it) since the last call."""
-        found = self.evaluation_ns, self.data_ns
-        self.evaluation_ns = self.data_ns = 0
+    def take(self) -> tuple[int, int, int]:
+        """(evaluation, data waits in it, collectives in it) since the last call."""
+        found = self.evaluation_ns, self.data_ns, self.communication_ns
+        self.evaluation_ns = self.data_ns = self.communication_ns = 0
         return found

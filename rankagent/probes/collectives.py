@@ -60,6 +60,7 @@ MOST = 512  # rows a watched step: an evaluation that reduces at every batch
 KEPT = 256  # calls kept in memory: 6 steps of a model of 12 sharded units
 LISTED_RANKS = 64  # a list of 1,000 ranks in each row would be 4 KB
 STEPS_KEPT = 64
+WHOLE = frozenset({"backward", "checkpoint", "load"})  # phases that hold their collectives
 ANSWER = "flight.json"
 _MASK = (1 << 63) - 1
 _PRIME = 1099511628211  # FNV-1a's
@@ -198,10 +199,10 @@ class Calls:
     def inside(self, elapsed_ns: int) -> None:
         """Time that the training thread spent in a call or in the wait for one."""
         agent = self.agent
-        if threading.get_ident() == agent.thread:
+        if threading.get_ident() == agent.thread and agent.phase not in WHOLE:
             agent.add_phase("communication", elapsed_ns)
-            if agent.phase in ("forward", "backward", "optimizer"):
-                agent.add_phase("communication_within", elapsed_ns)
+            if agent.phase != "other":
+                agent.add_phase(f"communication_in_{agent.phase}", elapsed_ns)
 
     # -------------------------------------------------------- per step
 

@@ -20,12 +20,12 @@ from ..pauses import Pauses
 from ..tables import Column, Table
 
 TABLE = Table("phase", (
-    Column("data_ns", "int64", "ns", "waiting for a loader's batch of training"),
-    Column("forward_ns", "int64", "ns", "in the root module's forward; 0 when it was not seen"),
+    Column("data_ns", "int64", "ns", "waiting for a loader's batch of training, collectives in it left out"),
+    Column("forward_ns", "int64", "ns", "in the root module's forward, collectives in it left out; 0 when it was not seen"),
     Column("backward_ns", "int64", "ns", "in backward, reduction wait included"),
     Column("reduce_wait_ns", "int64", "ns", "in backward after this rank's last gradient: waiting for the reduction; -1 not measured"),
-    Column("optimizer_ns", "int64", "ns", "in optimizer.step"),
-    Column("communication_ns", "int64", "ns", "in collectives that the program or its wrapper calls outside of backward, until they returned"),
+    Column("optimizer_ns", "int64", "ns", "in optimizer.step, collectives in it left out"),
+    Column("communication_ns", "int64", "ns", "in collectives that the program or its wrapper calls outside of backward, saves and evaluation, until they returned"),
     Column("checkpoint_ns", "int64", "ns", "saving checkpoints, bringing them to the disk included"),
     Column("evaluation_ns", "int64", "ns", "passes over loaders without a backward, waiting for their batches included"),
     Column("other_ns", "int64", "ns", "the rest of the step"),
@@ -52,22 +52,27 @@ SAVING = ((os, "fsync"), (shutil, "copyfile"))  # what comes after a save in the
 def install(emit: Emit) -> Undo:
     agent = emit.agent
     clock, pauses = ThreadClock(), Pauses()
-    seen = [0]  # of the step's data wait, what was counted up to the last batch
+    seen = {"data": 0, "communication": 0}  # of the step, what was counted up to the last batch
     waited = dict.fromkeys(WAITED, 0)  # for a core, by phase; of watched steps
     reducing: list[bool] = []
 
     def given(loader: int, number: int, again: bool, end: str) -> None:
         if threading.get_ident() == agent.thread:
-            data = agent.phases.get("data", 0)
-            wait = max(data - seen[0], 0)
-            seen[0] = data
-            pauses.given((loader, number), now_ns(), wait, bool(end), agent.torch.is_grad_enabled())
+            wait, communication = since("data"), since("communication")
+            pauses.given((loader, number), now_ns(), wait, communication, bool(end), agent.torch.is_grad_enabled())
+
+    def since(phase: str) -> int:
+        before, seen[phase] = seen[phase], agent.phases.get(phase, 0)
+        return max(seen[phase] - before, 0)
 
     def closed(info: StepInfo) -> None:
-        evaluation, in_pauses = pauses.take()
+        evaluation, data_in_it, communication_in_it = pauses.take()
         left(agent.phase)
-        data, forward, backward, optimizer, communication, checkpoint = (info.phases.get(k, 0) for k in TIMED)
-        data, seen[0] = max(data - in_pauses, 0), 0
+        data, forward, backward, optimizer, communication, checkpoint = (
+            max(info.phases.get(k, 0) - info.phases.get(f"communication_in_{k}", 0), 0) for k in TIMED
+        )
+        data, communication = max(data - data_in_it, 0), max(communication - communication_in_it, 0)
+        seen.update(data=0, communication=0)
         known = data + forward + backward + optimizer + communication + checkpoint + evaluation
         other = max(info.step_ns - known, 0) if info.step_ns else 0
         on, waiting = clock.lap()

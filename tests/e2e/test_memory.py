@@ -46,7 +46,9 @@ def test_what_one_rank_keeps_is_told_with_its_rank(tmp_path: Path, what: str, co
     ended = trained(tmp_path, what)
     assert ended.code == 0, ended
     said = [(i["reason_code"], i["ranks"], i["severity"]) for i in ended.alarms]
-    slower = [("STRAGGLER", [1], "warning")]  # to fill 4 MiB a step takes as long as the step: true where cores are free
+    slower = [
+        ("STRAGGLER", [1], "warning")
+    ]  # to fill 4 MiB a step takes as long as the step: true where cores are free
     assert said in ([(code, [1], "warning")], [(code, [1], "warning"), *slower]), ended.alarms
 
 

@@ -98,7 +98,23 @@ def test_time_inside_calls_and_waits_is_communication(tmp_path: Path) -> None:
     with running(tmp_path) as agent:
         dist.all_reduce(torch.ones(1))
         assert agent.phases["communication"] > 0
-        assert "communication_within" not in agent.phases
+        assert not [name for name in agent.phases if name.startswith("communication_in")]
+
+
+@pytest.mark.parametrize("phase", ["forward", "optimizer", "data"])
+def test_time_inside_calls_is_told_apart_within_the_phase_that_it_falls_into(tmp_path: Path, phase: str) -> None:
+    with running(tmp_path) as agent:
+        agent.enter(phase)
+        dist.all_reduce(torch.ones(1))
+        assert agent.phases[f"communication_in_{phase}"] == agent.phases["communication"] > 0
+
+
+@pytest.mark.parametrize("phase", ["backward", "checkpoint"])
+def test_backwards_and_saves_hold_their_collectives(tmp_path: Path, phase: str) -> None:
+    with running(tmp_path) as agent:
+        agent.enter(phase)
+        dist.all_reduce(torch.ones(1))
+        assert agent.phases == {}
 
 
 def test_torch_is_left_as_it_was_and_results_are_the_same(tmp_path: Path) -> None:

@@ -113,40 +113,40 @@ def test_without_the_file_it_is_unknown(tmp_path):
 def test_a_window_of_batches_fetched_ahead_is_training(tmp_path):
     pauses = Pauses()
     for at, end in ((10, False), (20, False), (21, True)):
-        pauses.given((0, 0), at, 5, end, grad=True)
+        pauses.given((0, 0), at, 5, 2, end, grad=True)
     pauses.backward()
     pauses.backward()
-    assert pauses.take() == (0, 0)
+    assert pauses.take() == (0, 0, 0)
 
 
 def test_a_pass_that_ended_before_another_ones_batch_is_an_evaluation(tmp_path):
     pauses = Pauses()
     for at, end in ((10, False), (20, False), (30, True)):
-        pauses.given((1, 0), at, 5, end, grad=True)
-    pauses.given((0, 0), 50, 5, False, grad=True)
+        pauses.given((1, 0), at, 5, 2, end, grad=True)
+    pauses.given((0, 0), 50, 5, 2, False, grad=True)
     pauses.backward()
-    assert pauses.take() == (25, 15)
+    assert pauses.take() == (25, 15, 4)
 
 
 def test_the_end_of_a_training_pass_alone_is_nothing(tmp_path):
     pauses = Pauses()
-    pauses.given((0, 0), 10, 5, True, grad=True)
-    pauses.given((0, 1), 20, 5, False, grad=True)
+    pauses.given((0, 0), 10, 5, 2, True, grad=True)
+    pauses.given((0, 1), 20, 5, 2, False, grad=True)
     pauses.backward()
-    assert pauses.take() == (0, 0)
+    assert pauses.take() == (0, 0, 0)
 
 
 def test_an_evaluation_that_is_broken_off_ends_where_training_asks_for_data(tmp_path):
     pauses = Pauses()
-    pauses.given((1, 0), 10, 5, False, grad=False)
-    pauses.given((0, 1), 40, 10, False, grad=True)
+    pauses.given((1, 0), 10, 5, 2, False, grad=False)
+    pauses.given((0, 1), 40, 10, 2, False, grad=True)
     pauses.backward()
-    assert pauses.take() == (25, 5)
+    assert pauses.take() == (25, 5, 2)
 
 
 def test_two_training_loaders_are_none():
     pauses = Pauses()
-    pauses.given((0, 0), 10, 5, False, grad=True)
-    pauses.given((1, 0), 20, 5, False, grad=True)
+    pauses.given((0, 0), 10, 5, 2, False, grad=True)
+    pauses.given((1, 0), 20, 5, 2, False, grad=True)
     pauses.backward()
-    assert pauses.take() == (0, 0)
+    assert pauses.take() == (0, 0, 0)
