@@ -37,7 +37,8 @@ class Change:
     until: int
     before: float
     after: float
-    scatter: float
+    scatter: float  # MAD of the logarithms before
+    scatter_ns: float  # MAD before
 
 
 def change(x: Any) -> Change | None:
@@ -53,10 +54,21 @@ def change(x: Any) -> Change | None:
     at = int(sums[: until + 1].argmin())
     if at < USUAL or until - at < LEAST:
         return None
+    at = _border(logs, at, until)
+    if at < USUAL or until - at < LEAST:
+        return None
     found = measured(x, at, until)
     if not _clear(logs, found) or (until < len(x) and until - at < LASTING * len(x)):
         return None
     return found
+
+
+def _border(logs: Any, at: int, until: int) -> int:
+    """Where the stretch begins, seen from the middle between what is usual before it and in it: steps that scatter
+    much had lain above the smallest change worth a word before."""
+    middle = (numpy.median(logs[:at]) + numpy.median(logs[at:until])) / 2
+    sums = numpy.cumsum(numpy.where(logs[:until] > middle, 1, -1))
+    return int(numpy.concatenate([[0], sums]).argmin())
 
 
 def measured(x: Any, at: int, until: int) -> Change:
@@ -65,12 +77,16 @@ def measured(x: Any, at: int, until: int) -> Change:
     usual = float(numpy.median(before))
     logs = numpy.log(numpy.maximum(before, 1.0))
     scatter = float(numpy.median(numpy.abs(logs - numpy.median(logs))))
-    return Change(at, until, usual, float(numpy.median(after)), scatter)
+    scatter_ns = float(numpy.median(numpy.abs(before - usual)))
+    return Change(at, until, usual, float(numpy.median(after)), scatter, scatter_ns)
 
 
 def _clear(logs: Any, found: Change) -> bool:
     rise = math.log(max(found.after, 1.0) / max(found.before, 1.0))
-    if rise < max(MATERIAL, SCATTERS * found.scatter) or found.after - found.before < LEAST_NS:
+    longer = found.after - found.before
+    # short steps scatter by a large factor and yet by little time
+    beyond = rise >= SCATTERS * found.scatter or longer >= SCATTERS * found.scatter_ns
+    if rise < MATERIAL or longer < LEAST_NS or not beyond:
         return False
     middle = math.log(max(found.before, 1.0)) + rise / 2
     slow = logs > middle
@@ -88,9 +104,9 @@ def by_chance(early: Any, late: Any) -> float:
     return sum(math.comb(m, k) * math.comb(n, hits - k) for k in range(int(late.sum()), most + 1)) / total
 
 
-def spared(times: Any, cpu_wait: Any) -> Any:
-    """Step times [step] of the job without waiting for cores: of the rank that waited most for one."""
-    return numpy.maximum(times - cpu_wait, 0.0).min(0)
+def fastest(times: Any) -> Any:
+    """Step times [step] of the job: of the rank that waited least, for others or for cores."""
+    return numpy.maximum(times, 0.0).min(0)
 
 
 @dataclass(frozen=True)

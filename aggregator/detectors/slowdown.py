@@ -43,8 +43,9 @@ WITH given AS (
                - coalesce(p.evaluation_ns, 0))::DOUBLE AS time_ns, p.data_ns, p.forward_ns, p.backward_ns,
            coalesce(p.reduce_wait_ns, -1) AS reduce_wait_ns, p.optimizer_ns, p.other_ns,
            coalesce(p.communication_ns, 0) AS communication_ns, coalesce(p.cpu_ns, -1) AS cpu_ns,
-           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns, s.agent_ns, s.backwards, s.optimizers,
-           coalesce(g.samples, -1) AS samples, coalesce(g.loader, -1) AS loader,
+           coalesce(p.cpu_wait_ns, -1) AS cpu_wait_ns,
+           coalesce(p.checkpoint_ns, 0) + coalesce(p.evaluation_ns, 0) AS pause_ns, s.agent_ns, s.backwards,
+           s.optimizers, coalesce(g.samples, -1) AS samples, coalesce(g.loader, -1) AS loader,
            coalesce(t.elements, -1) AS elements, coalesce(r.gradients, -1) AS gradients
     FROM phase p JOIN step s USING (rank, attempt, step) LEFT JOIN given g USING (rank, attempt, step)
     LEFT JOIN tokens t USING (rank, attempt, step) LEFT JOIN reached r USING (rank, attempt, step)
@@ -53,8 +54,8 @@ WITH given AS (
     SELECT rank, attempt, list(DISTINCT step ORDER BY step) AS steps FROM tensor GROUP BY ALL
 )
 SELECT s.attempt, s.rank, list(step ORDER BY step), list(time_ns ORDER BY step), list(cpu_ns ORDER BY step),
-       list(cpu_wait_ns ORDER BY step), list(agent_ns ORDER BY step), list(data_ns ORDER BY step),
-       list(forward_ns ORDER BY step),
+       list(cpu_wait_ns ORDER BY step), list(pause_ns ORDER BY step), list(agent_ns ORDER BY step),
+       list(data_ns ORDER BY step), list(forward_ns ORDER BY step),
        list(backward_ns ORDER BY step), list(reduce_wait_ns ORDER BY step), list(optimizer_ns ORDER BY step),
        list(other_ns ORDER BY step), list(communication_ns ORDER BY step),
        CASE WHEN s.rank < $told
@@ -79,6 +80,7 @@ class Row(NamedTuple):
     time: list[int]  # without the agent, checkpoints and evaluation
     cpu: list[int]  # -1 unknown
     cpu_wait: list[int]
+    pause: list[int]  # checkpoints and evaluation
     agent: list[int]
     data: list[int]
     forward: list[int]
@@ -125,11 +127,12 @@ class Job:
 
     def change(self) -> Change | None:
         """A slowdown of the job's steps that is there with and without waiting for cores."""
-        whole = self.time.min(0)  # of a rank that does not wait while another saves or evaluates
+        whole = slowing.fastest(self.time)  # of a rank that does not wait while another saves or evaluates
         if self.cpu_wait is None:
             return slowing.change(whole)
-        # the agent waits for cores as well
-        found = slowing.change(slowing.spared(self.time + self.of("agent"), self.cpu_wait))
+        # The agent waits for cores as well. In a step with a pause most of the waiting may have been in that pause.
+        spared = self.time + self.of("agent") - self.cpu_wait
+        found = slowing.change(slowing.fastest(numpy.where(self.of("pause") > 0, self.time, spared)))
         if found is None:
             return None
         seen = slowing.measured(whole, found.at, found.until)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from tdbg.aggregator.slowing import LEAST, USUAL, by_chance, change, share, spared
+from tdbg.aggregator.slowing import LEAST, USUAL, by_chance, change, fastest, share
 
 MS = 1e6
 
@@ -85,8 +85,15 @@ def test_too_few_steps_say_nothing():
     assert change(x) is None
 
 
-def test_waiting_for_cores_is_taken_from_the_rank_that_waited_most():
-    assert spared(numpy.array([[10.0, 10.0], [10.0, 10.0]]), numpy.array([[4.0, 0.0], [1.0, 30.0]])).tolist() == [6, 0]
+def test_a_step_is_as_long_as_that_of_the_rank_that_waited_least():
+    assert fastest(numpy.array([[6.0, 10.0], [9.0, -20.0]])).tolist() == [6, 0]
+
+
+def test_short_steps_that_scatter_by_a_factor_are_slow_when_far_more_time_comes_to_each():
+    early = numpy.array([2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 4.0, 3.0, 3.0, 7.0] * 4) * MS
+    found = change(numpy.concatenate([early, early + 30 * MS]))
+    assert found is not None
+    assert found.at == len(early)
 
 
 def test_chances_are_those_of_fisher():
