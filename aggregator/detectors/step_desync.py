@@ -1,7 +1,8 @@
 """Ranks that reduce their gradients together took different numbers of steps, or of backwards per step.
 
-Reads     step, tensor, event, exit, memory
-Says      which ranks, by how much, and from which step on
+Reads     step, tensor, event, exit, memory, batch
+Says      which ranks, by how much, and from which step on; of a job that failed: who left out a batch and was through
+          with the data when the others were not
 Unknown   steps that were inferred; models that no wrapper couples; a running or killed run's last steps
 Blind to  a step more or less that a job's end explains; ranks that Join lets run out of data
 """
@@ -85,6 +86,29 @@ ahead AS (
 ),
 died AS (
     SELECT rank, attempt, min(ended_ns) AS ended FROM exit WHERE exit_code <> 0 AND NOT stopped_by_launcher GROUP BY ALL
+),
+given AS (  -- batches of training: backwards before each, so far
+    SELECT b.rank, b.attempt, c.team, b.loader, b.iterator, b.index, min(b.step) AS step, max(b.backwards) AS backwards
+    FROM batch b JOIN coupled c USING (rank, attempt) WHERE b."end" = '' AND b.grad_enabled GROUP BY ALL
+),
+shared AS (  -- those that the whole group was given, beside the rank with most
+    SELECT *, max(backwards) OVER w - backwards AS fewer FROM given
+    WINDOW w AS (PARTITION BY attempt, team, loader, iterator, index)
+    QUALIFY count(*) OVER w = (SELECT count(*) FROM ends e WHERE e.attempt = given.attempt AND e.team = given.team)
+),
+latest AS (
+    SELECT attempt, team, loader, max(iterator) AS iterator FROM shared GROUP BY attempt, team, loader
+    QUALIFY row_number() OVER (PARTITION BY attempt, team ORDER BY count(*) DESC, loader) = 1
+),
+lagging AS (
+    SELECT rank, attempt, arg_max(fewer, (shared.iterator, index)) AS fewer, min(step) FILTER (fewer > 0) AS since,
+           count(*) AS batches
+    FROM shared JOIN latest USING (attempt, team, loader) GROUP BY ALL
+),
+through AS (
+    SELECT DISTINCT b.rank, b.attempt FROM batch b JOIN coupled c USING (rank, attempt)
+    JOIN latest l ON l.attempt = b.attempt AND l.team = c.team AND l.loader = b.loader AND l.iterator = b.iterator
+    WHERE b."end" <> ''
 )
 SELECT e.attempt, e.rank, e.team, e.last, t.common, e.inferred,
        e.attempt IN (SELECT attempt FROM event WHERE kind = 'join') AS joined,
@@ -95,11 +119,14 @@ SELECT e.attempt, e.rank, e.team, e.last, t.common, e.inferred,
        coalesce(o.backwards, 0) AS backwards,
        coalesce(len(list_filter(o.all_more, lambda x: x = o.more)) >= $steady * len(o.all_more), TRUE) AS steady,
        coalesce(a.total, 0) AS total, coalesce(a.compared, 0) AS compared, coalesce(a.above, 0) AS above,
-       coalesce(a.below, 0) AS below
+       coalesce(a.below, 0) AS below, coalesce(g.fewer, 0) AS fewer, g.since, coalesce(g.batches, 0) AS batches,
+       h.rank IS NOT NULL AS through
 FROM ends e JOIN teams t USING (attempt, team)
 LEFT JOIN span s USING (attempt, team)
 LEFT JOIN offset_of o ON o.rank = e.rank AND o.attempt = e.attempt
 LEFT JOIN ahead a ON a.rank = e.rank AND a.attempt = e.attempt
+LEFT JOIN lagging g ON g.rank = e.rank AND g.attempt = e.attempt
+LEFT JOIN through h ON h.rank = e.rank AND h.attempt = e.attempt
 LEFT JOIN died d ON d.rank = e.rank AND d.attempt = e.attempt
 ORDER BY e.attempt, e.team, e.rank
 """
@@ -128,6 +155,10 @@ class Row(NamedTuple):
     compared: int  # common steps from `first` on
     above: int  # of them, those in which it has more backwards than any other rank of the group
     below: int  # and fewer
+    fewer: int  # backwards at the last batch that all were given, than the rank with most
+    since: int | None  # step in which that began
+    batches: int  # that all were given
+    through: bool  # its latest pass over the data that all have begun has come to its end
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -150,7 +181,9 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
             continue
         yield from _backwards(team) if all(r.steady for r in team) else _varying(team)
         # An attempt that another one followed was stopped, whatever the run's end.
-        yield from _counts(team, run.status if attempt == last_attempt else "failed")
+        status = run.status if attempt == last_attempt else "failed"
+        counted = list(_counts(team, status))
+        yield from counted or _skipped(team, status)
     yield from unheard(run)
 
 
@@ -182,6 +215,40 @@ def _counts(team: Sequence[Row], status: str) -> Iterator[Finding]:
         )[:SHOWN],
         cannot_conclude=() if odd.decided else ("which number was meant: no majority of the ranks agrees",),
         next_check="compare the number of batches on each rank, and branches that leave out a step",
+    )
+
+
+def _skipped(team: Sequence[Row], status: str) -> Iterator[Finding]:
+    """A job that failed while some were through with the data after fewer backwards for the same batches.
+
+    Each of their backwards was paired with the others' one before, so their steps are as many until the end comes.
+    """
+    behind = [r for r in team if r.fewer > 0 and r.through]
+    first = next((r for r in behind if r.since is not None), None)
+    if status in ("running", "finished") or team[0].joined or first is None or first.since is None:
+        return
+    if any(r.through != (r in behind) or (r.fewer > 0) != r.through for r in team):
+        return  # others are through as well, or are behind and not through: who waits for whom is not told by this
+    since = min(r.since for r in behind if r.since is not None)
+    odd = split({r.rank: r.fewer for r in team})
+    left = ", ".join(str(n) for n in sorted({r.fewer for r in behind}))
+    yield Finding(
+        ranks=odd.odd,
+        first_step=since,
+        last_good_step=since - 1 or None,
+        last_step=max(r.last for r in team),
+        attempt=team[0].attempt,
+        subject="batches",
+        severity="warning",
+        summary=f"{listed(r.rank for r in behind)}: no backward for {left} of the {first.batches} batches that every "
+        f"rank was given, first in step {since}, and through with the data when the others were not: from that step on "
+        "backwards of different batches were reduced together",
+        evidence=tuple(
+            Evidence(r.rank, r.since, "backwards fewer than others for the same batches", str(r.fewer), "0")
+            for r in behind
+        )[:SHOWN],
+        cannot_conclude=() if odd.decided else ("which number was meant: no majority of the ranks agrees",),
+        next_check="look for a branch that leaves out a batch on one rank: all ranks must leave it out, or none",
     )
 
 

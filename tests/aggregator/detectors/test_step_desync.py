@@ -140,3 +140,38 @@ def test_an_attempt_that_was_restarted_is_judged_as_a_stopped_one() -> None:
     rows.connection.execute("INSERT INTO step BY NAME SELECT * REPLACE (1 AS attempt) FROM step WHERE step < 5")
     rows.connection.execute("INSERT INTO tensor BY NAME SELECT * REPLACE (1 AS attempt) FROM tensor")
     assert _found(rows, "CLEAR") == []
+
+
+def _read(rows: Rows, given: int, skips: dict[int, tuple[int, ...]], through: tuple[int, ...] = (1,)) -> Rows:
+    """Three ranks read `given` batches each and make no backward for those that `skips` has."""
+    for rank in range(3):
+        backwards = 0
+        for index in range(given):
+            rows.add("batch", rank=rank, step=backwards + 1, index=index, backwards=backwards)
+            backwards += index not in skips.get(rank, ())
+        if rank in through:
+            rows.add("batch", rank=rank, step=backwards + 1, index=given, backwards=backwards, samples=-1, end="Stop")
+    return rows
+
+
+def test_a_batch_that_one_rank_left_out_is_told_when_the_job_fails_at_the_end_of_its_data() -> None:
+    (found,) = _found(_read(_rows(9, 9, 9), 10, {1: (4,)}), status="failed")
+    assert (found.ranks, found.first_step, found.last_good_step, found.subject) == ((1,), 5, 4, "batches")
+    assert "no backward for 1 of the 10 batches" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("skips", "through", "status"),
+    [({1: (4,)}, (1,), "running"), ({1: (4,)}, (), "failed"), ({1: (4,)}, (0, 1, 2), "failed"),
+     ({0: (4,), 1: (4,), 2: (4,)}, (1,), "failed"), ({}, (1,), "failed"), ({0: (2,), 1: (4,)}, (1,), "failed"),
+     ({0: (2,), 1: (4,), 2: (6,)}, (1,), "failed")],
+)  # fmt: skip
+def test_batches_that_all_leave_out_or_ranks_that_are_through_together_are_no_finding(
+    skips: dict[int, tuple[int, ...]], through: tuple[int, ...], status: str
+) -> None:
+    assert _found(_read(_rows(9, 9, 9), 10, skips, through), "CLEAR", status=status) == []
+
+
+def test_with_join_a_rank_may_be_through_earlier() -> None:
+    rows = _read(_rows(9, 9, 9), 10, {1: (4,)}).add("event", rank=0, kind="join")
+    assert _found(rows, "CLEAR", status="failed") == []
