@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .findings import Finding
 from .groups import Split, split
 
 FURTHEST = 8  # collectives that a rank may be ahead: one loop's metrics, not another phase of the program
@@ -84,7 +85,7 @@ def crossed(places: Mapping[int, Sequence[str]], size: int, alike_before: bool) 
     cross may take turns.
     """
     if size == 2:
-        turned = len(places) == 2 and alike_before and _permuted(*places.values())
+        turned = len(places) == 2 and alike_before and permuted(*places.values())
         return tuple(sorted(places)) if turned else ()
     leaves: dict[int, list[tuple[str, str]]] = {rank: [] for rank in places}  # rank -> (its place, the majority's)
     for at in range(min(map(len, places.values()), default=0)):
@@ -94,8 +95,32 @@ def crossed(places: Mapping[int, Sequence[str]], size: int, alike_before: bool) 
             usual = next(p for rank, p in here.items() if rank not in odd.odd)
             for rank in odd.odd:
                 leaves[rank].append((here[rank], usual))
-    return tuple(sorted(r for r, pairs in leaves.items() if pairs and _permuted(*zip(*pairs, strict=True))))
+    return tuple(sorted(r for r, pairs in leaves.items() if pairs and permuted(*zip(*pairs, strict=True))))
 
 
-def _permuted(one: Sequence[str], other: Sequence[str]) -> bool:
+def permuted(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether the same places come in another order."""
     return tuple(one) != tuple(other) and Counter(one) == Counter(other)
+
+
+def unread(told: Iterable[tuple[int, str, tuple[int, ...], int]]) -> Iterator[tuple[str, list[int]]]:
+    """(group, ranks) of which torch's recorder was read on others of the group only; `told` has attempt, group, its
+    ranks, and a rank on which it was. A rank that C++ aborts leaves nothing."""
+    seen: dict[tuple[int, str, tuple[int, ...]], set[int]] = {}
+    for attempt, name, ranks, rank in told:
+        seen.setdefault((attempt, name, ranks), set()).add(rank)
+    for (_, name, ranks), read in sorted(seen.items()):
+        silent = sorted(set(ranks) - read)
+        if silent:
+            yield name, silent
+
+
+def first_of_each(found: Sequence[tuple[tuple[int, ...], Finding]]) -> Iterator[Finding]:
+    """One finding for each set of ranks: the gravest, then the earliest; both sources may have seen one mismatch."""
+    best: dict[tuple[int, ...], Finding] = {}
+    for ranks, f in found:
+        key = (f.severity != "critical", f.first_step or 0)
+        held = best.get(ranks)
+        if held is None or key < (held.severity != "critical", held.first_step or 0):
+            best[ranks] = f
+    yield from best.values()

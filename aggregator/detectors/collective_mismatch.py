@@ -11,13 +11,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from ..collectives import Behind, Issued, Sequences, behind, crossed, left_out, stand_apart
+from ..collectives import (
+    Behind,
+    behind,
+    crossed,
+    first_of_each,
+    left_out,
+    permuted,
+    stand_apart,
+    unread,
+)
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
 from ..groups import listed, unheard
+from ..issued import Group, Row, groups_of
 from ..wording import counted, spans
 
 CODE = "COLLECTIVE_MISMATCH"
@@ -79,49 +87,11 @@ SELECT attempt, 'steps', "group", hash(ranks), ranks, rank, first, "count"::VARC
 FROM collective_step
 WINDOW w AS (PARTITION BY attempt, "group", ranks, step, first, "count")
 QUALIFY min(digest) OVER w <> max(digest) OVER w AND min(rank) OVER w <> max(rank) OVER w
+UNION ALL
+SELECT attempt, 'recorded', "group", 0, arg_max(ranks, len(ranks)), rank, 0, '', '', -1, '', '', 0, NULL, NULL
+FROM collective WHERE source = 'recorder' GROUP BY attempt, "group", rank
 ORDER BY ALL
 """
-
-
-class Row(NamedTuple):
-    """One collective of one rank; of source "steps" the digest of those of a step that have no row of their own."""
-
-    attempt: int
-    source: str
-    name: str
-    team: int
-    ranks: list[int]
-    rank: int
-    position: int
-    op: str
-    signature: str
-    root: int
-    site: str
-    place: str
-    step: int
-    differs: int | None  # first position of the group at which what was issued differs
-    elsewhere: int | None  # first at which it came from different places
-
-
-@dataclass(frozen=True)
-class Group:
-    """One process group of one attempt as one source saw it."""
-
-    attempt: int
-    source: str
-    name: str
-    ranks: tuple[int, ...]
-    rows: dict[tuple[int, int], Row]  # (rank, position)
-
-    @property
-    def sequences(self) -> Sequences:
-        found: dict[int, dict[int, Issued]] = defaultdict(dict)
-        for (rank, position), r in self.rows.items():
-            found[rank][position] = Issued(r.op, r.signature, r.root, r.place, r.step)
-        return found
-
-    def at(self, position: int) -> dict[int, Row]:
-        return {rank: r for (rank, p), r in sorted(self.rows.items()) if p == position}
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -129,7 +99,7 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     if run.world_size < 2:
         yield Abstention("NOT_APPLICABLE", "a single rank has nobody to differ from")
         return
-    groups = _groups([r for r in rows if r.source != "steps"])
+    groups = groups_of([r for r in rows if r.source not in ("steps", "recorded")])
     if not groups:
         yield Abstention("INSUFFICIENT_EVIDENCE", "no process group of which two ranks recorded their collectives")
     said: dict[tuple[int, tuple[int, ...]], list[Finding]] = defaultdict(list)
@@ -138,36 +108,21 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         if first.differs is not None:
             said[group.attempt, group.ranks].append(_different(group, first.differs))
         elif first.elsewhere is not None:
-            said[group.attempt, group.ranks] += [*_shifted(group), *_crossed(group)][:1]
+            for found in [*_shifted(group), *_crossed(group)][:1]:
+                if isinstance(found, Abstention):
+                    yield found
+                else:
+                    said[group.attempt, group.ranks].append(found)
     for digest in _digests([r for r in rows if r.source == "steps"]):
         said[digest.attempt, ()].append(digest)
     for attempt in sorted({attempt for attempt, _ in said}):
         of_attempt = [(ranks, f) for (a, ranks), found in said.items() if a == attempt for f in found]
-        yield from _first_of_each(of_attempt)
+        yield from first_of_each(of_attempt)
+    told = [(r.attempt, r.name, tuple(r.ranks), r.rank) for r in rows if r.source == "recorded"]
+    for name, silent in unread(told):
+        why = f"what torch itself issued on group {name} is known of some ranks only, not of rank {spans(silent)}"
+        yield Abstention("INSUFFICIENT_EVIDENCE", why)
     yield from unheard(run)
-
-
-def _groups(rows: Sequence[Row]) -> list[Group]:
-    """Those of which at least two ranks have rows; the calls of Python come before torch's recorder."""
-    found: dict[tuple[int, str, str, int], list[Row]] = defaultdict(list)
-    for r in rows:
-        found[r.attempt, r.source, r.name, r.team].append(r)
-    return [
-        Group(attempt, source, name, tuple(several[0].ranks), {(r.rank, r.position): r for r in several})
-        for (attempt, source, name, _), several in sorted(found.items())
-        if len({r.rank for r in several}) > 1
-    ]
-
-
-def _first_of_each(found: Sequence[tuple[tuple[int, ...], Finding]]) -> Iterator[Finding]:
-    """One finding for each set of ranks: the gravest, then the earliest; both sources may have seen one mismatch."""
-    best: dict[tuple[int, ...], Finding] = {}
-    for ranks, f in found:
-        key = (f.severity != "critical", f.first_step or 0)
-        held = best.get(ranks)
-        if held is None or key < (held.severity != "critical", held.first_step or 0):
-            best[ranks] = f
-    yield from best.values()
 
 
 # ---------------------------------------------------------------- what was issued differs
@@ -281,7 +236,7 @@ def _left_out_finding(group: Group, b: Behind, ranks: tuple[int, ...]) -> Findin
     )
 
 
-def _crossed(group: Group) -> Iterator[Finding]:
+def _crossed(group: Group) -> Iterator[Finding | Abstention]:
     """The first step in which some rank goes through the same call sites in another order."""
     steps: dict[int, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for (rank, _), r in sorted(group.rows.items()):
@@ -300,6 +255,9 @@ def _crossed(group: Group) -> Iterator[Finding]:
         odd = crossed(places, len(group.ranks), bool(whole & orders_before))
         if odd:
             yield _crossed_finding(group, by_rank, apart, odd, step)
+            return
+        if len(group.ranks) == 2 and permuted(*places.values()):
+            yield Abstention("INSUFFICIENT_EVIDENCE", "two ranks took the same call sites in turns from the start")
             return
 
 
