@@ -14,10 +14,10 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..detector import RunFacts
+from ..endings import COMMUNICATION, COMMUNICATION_TYPES, INTERRUPT_TYPES, NOT_SEEN, TIMED_OUT
 from ..findings import Abstention, Evidence, Finding
 from ..standing import Row, Stand, odd_ones, stand_at_the_end, stand_in_stall
 from ..wording import ranks_text
-from .rank_failed import COMMUNICATION, COMMUNICATION_TYPES, INTERRUPT_TYPES, NOT_SEEN, TIMED_OUT
 
 CODE = "HANG"
 NEEDS = {"step": 0}  # a job may halt before its first step
