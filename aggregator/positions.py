@@ -12,20 +12,23 @@ from typing import Any, Final, NamedTuple
 
 from .wording import ranks_text
 
-# The last collective of each rank and group, as a list of `Last`. `told` in `sql` names the attempts that are wanted.
+# The last collective of each rank and group, as a list of `Last`, in the attempts of `look` and `raised`. A rank whose
+# probe failed on the way is left out: its positions end there.
 ISSUED: Final = """
-team AS (
+deaf AS (
+    SELECT DISTINCT attempt, rank FROM probe WHERE name = 'collectives' AND state = 'disabled'
+), team AS (
     SELECT attempt, rank, source, "group" AS name, arg_max(ranks, len(ranks)) AS ranks FROM collective
     WHERE attempt IN (SELECT attempt FROM look UNION SELECT attempt FROM raised) GROUP BY ALL
 ), one AS (
     SELECT c.attempt, c.rank, c.source, t.name, CASE WHEN len(c.ranks) > 0 THEN c.ranks ELSE t.ranks END AS ranks,
            c.position, c.op, c.signature, c.site, c.step
-    FROM collective c JOIN team t
+    FROM collective c ANTI JOIN deaf USING (attempt, rank) JOIN team t
     ON c.attempt = t.attempt AND c.rank = t.rank AND c.source = t.source AND c."group" = t.name
     UNION ALL
     SELECT c.attempt, c.rank, 'call', t.name, CASE WHEN len(c.ranks) > 0 THEN c.ranks ELSE t.ranks END,
            c.first + c."count" - 1, '', '', '', c.step
-    FROM collective_step c JOIN team t
+    FROM collective_step c ANTI JOIN deaf USING (attempt, rank) JOIN team t
     ON c.attempt = t.attempt AND c.rank = t.rank AND t.source = 'call' AND c."group" = t.name
 ), latest AS (
     SELECT *, count(*) OVER (PARTITION BY attempt, rank, source, step) AS in_step FROM one
@@ -83,12 +86,15 @@ class Lag:
 
 def lags(issued: Mapping[int, Sequence[Mapping[str, Any]]], places: Set[str]) -> list[Lag]:
     """Of ranks of which all is known; groups whose call site is one of `places`, where a rank waits, come first."""
+    issued = {rank: several for rank, several in issued.items() if several}  # nothing at all: not recorded
     groups: dict[tuple[str, str, tuple[int, ...]], dict[int, Last]] = defaultdict(dict)
     for rank, several in issued.items():
         for last in (Last(**one) for one in several):
             groups[last.source, last.name, tuple(last.ranks)][rank] = last
     found = [lag for key, lasts in groups.items() for lag in _lag(key, lasts, issued.keys())]
-    return sorted(found, key=lambda g: (g.last.site not in places, g.last.source != "call", -len(g.issued), g.what))
+    seen = {(g.last.name, *g.last.ranks) for g in found if g.last.source == "call"}  # the recorder has these as well
+    found = [g for g in found if g.last.source == "call" or (g.last.name, *g.last.ranks) not in seen]
+    return sorted(found, key=lambda g: (g.last.site not in places, -len(g.issued), g.last.source != "call", g.what))
 
 
 def _lag(key: tuple[str, str, tuple[int, ...]], lasts: Mapping[int, Last], known: Set[int]) -> Iterator[Lag]:
@@ -105,9 +111,9 @@ def _lag(key: tuple[str, str, tuple[int, ...]], lasts: Mapping[int, Last], known
 
 
 def late(found: Sequence[Lag]) -> set[int]:
-    """Ranks that are behind a majority, in whichever group; none when some of them are ahead in another."""
-    behind = {r for g in found if g.decided for r in g.missing}
-    return behind - {r for g in found for r in g.issued}
+    """Ranks that are behind the majority of a group, and with no majority ahead of others in another group."""
+    decided = [g for g in found if g.decided]
+    return {r for g in decided for r in g.missing} - {r for g in decided for r in g.issued}
 
 
 def _short(text: str) -> str:

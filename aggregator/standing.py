@@ -138,7 +138,7 @@ def stand_at_the_end(row: Row) -> Stand:
 
 
 def runs_on_the_spot(row: Row) -> bool:
-    """Whether all stacks of this look lie in one function of the user's, called in one way: a loop that does not end, or
+    """Whether all stacks of this look lie in one function of the user's, called in one way: a loop without an end, or
     long work. At the limit nobody can tell these apart; what goes on for twice as long is worth a word."""
     return row.look > 1 and len(row.stacks) > 1 and len({user_code(s) for s in row.stacks}) == 1
 

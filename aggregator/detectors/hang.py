@@ -117,12 +117,16 @@ def _lags(rows: Sequence[Row]) -> list[Lag]:
 def _with_order(found: Finding, order: Sequence[Lag]) -> Finding:
     """What stacks and the order of collectives both say. Where they contradict each other, neither is believed."""
     said = "; ".join([found.summary, *(g.text for g in order[:SHOWN])])
-    evidence = tuple(Evidence(r, found.first_step, "has not issued", g.what) for g in order[:SHOWN] for r in g.missing[:4])
+    evidence = tuple(
+        Evidence(r, found.first_step, "has not issued", g.what) for g in order[:SHOWN] for r in g.missing[:4]
+    )
     found = replace(found, summary=said, evidence=(*evidence, *found.evidence))
     behind = late(order)
     if not behind or behind & set(found.ranks):
         return found
-    unknown = f"who is at fault: stacks set {ranks_text(found.ranks)} apart, the order of collectives {ranks_text(behind)}"
+    unknown = (
+        f"who is at fault: stacks set {ranks_text(found.ranks)} apart, the order of collectives {ranks_text(behind)}"
+    )
     weaker = "warning" if found.severity == "critical" else found.severity
     return replace(found, severity=weaker, evidence_state="INFERRED", cannot_conclude=(*found.cannot_conclude, unknown))
 
@@ -191,14 +195,16 @@ def _stalled(rows: Sequence[Row], stalled: Sequence[Row], run: RunFacts, restart
 
 def _running(stands: Sequence[Stand], quiet: int, timed_out: bool, run: RunFacts, restarted: bool,
              ) -> Finding | Abstention:  # fmt: skip
-    """A rank runs and does not come: a loop without an end, or work that takes this long. Seen are the others' wait, and
-    that it stood in one function all the time; only what torch's timeout ended is known to have been too long."""
+    """A rank runs and does not come: a loop without an end, or work that takes this long. Seen are the others' wait,
+    and that it stood in one function all the time; only what torch's timeout ended is known to have been too long."""
     works = [s for s in stands if s.standing == "works"]
     waits = [s for s in stands if s.standing == "waits"]
     if not waits or len(works) + len(waits) < run.world_size:
         who, where = works[0].row.rank, works[0].text
         return Abstention("INSUFFICIENT_EVIDENCE", f"no progress for {quiet} s, but rank {who} works: {where}")
-    said = f"{_who(works)} {'is' if len(works) == 1 else 'are'} running, not blocked, and did not arrive: {_places(works)}"
+    said = (
+        f"{_who(works)} {'is' if len(works) == 1 else 'are'} running, not blocked, and did not arrive: {_places(works)}"
+    )
     lacking = () if timed_out else ("whether this is a loop without an end or work that takes so long",)
     found = _finding(works, waits, f"no progress for {quiet} s", said, True, lacking, restarted)
     return found if timed_out else replace(found, severity="warning")

@@ -28,7 +28,10 @@ def test_names_the_attempt_and_how_the_one_before_ended() -> None:
     outcomes, ((_, f),) = rows.judge(restarted)
     assert outcomes == {"RESTARTED": "INCIDENT"}
     assert (f.ranks, f.attempt, f.first_step, f.severity) == ((0, 1), 1, 1, "note")
-    assert "came to step 6; rank 1 had failed in it with exit code 1, rank 0 fell afterwards; it loaded a checkpoint" in f.summary
+    assert (
+        "came to step 6; rank 1 had failed in it with exit code 1, rank 0 fell afterwards; it loaded a checkpoint"
+        in f.summary
+    )
     assert [(e.rank, e.value) for e in f.evidence] == [
         (1, "exit code 1"), (0, "SIGTERM, stopped by the launcher"), (0, "/a/s.pt")]  # fmt: skip
 
