@@ -71,7 +71,7 @@ def test_a_wait_that_torchs_own_timeout_ends_names_the_rank_that_did_not_come(tm
 
 
 def test_a_rank_that_spins_is_named_with_its_place_while_the_job_hangs(tmp_path: Path) -> None:
-    running = Job(tmp_path, program("spin", 600.0, stall_s=3.0))
+    running = Job(tmp_path / "job", program("spin", 600.0, stall_s=3.0))
     try:
         running.until(lambda out: "spins" in out)
         deadline = time.monotonic() + 120
