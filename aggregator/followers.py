@@ -37,7 +37,7 @@ SHARDS = {
 
 def followers_to_notes(findings: Sequence[Coded]) -> list[Coded]:
     """All findings; each that follows another of its chain is a note that names the chain's first link."""
-    said = list(findings)
+    said = _deaths_to_notes(findings)
     for codes, follows, key in CHAINS:
         links = sorted((cf for cf in said if cf[0] in codes), key=key)
         roots: dict[int, Coded] = {}  # index of a link -> first link of its chain
@@ -54,6 +54,31 @@ def _note(finding: Finding, root: Coded) -> Finding:
     code, first = root
     at = "" if first.first_step is None else f" at step {first.first_step}"
     return replace(finding, severity="note", summary=f"follows {code}{at}: {finding.summary}")
+
+
+# -------------------------------------------------------- ranks that ended for want of memory
+
+
+def _deaths_to_notes(findings: Sequence[Coded]) -> list[Coded]:
+    """A rank ends once: where every rank that failed first ran out of memory, and nobody failed before it, OOM says it.
+
+    Several ranks may run out of memory in one step, each with a finding of its own: RANK_FAILED names them together.
+    """
+    short = [cf for cf in findings if cf[0] == "OOM"]
+    return [(code, _death(f, short) if code == "RANK_FAILED" else f) for code, f in findings]
+
+
+def _death(finding: Finding, short: Sequence[Coded]) -> Finding:
+    rank_of = SEVERITIES.index(finding.severity)
+    causes = [cf for cf in short if cf[1].attempt == finding.attempt and SEVERITIES.index(cf[1].severity) <= rank_of
+              and _ended(cf[1]) and set(cf[1].ranks) & set(finding.ranks)]  # fmt: skip
+    told = {rank for _, f in causes for rank in f.ranks}
+    return _note(finding, causes[0]) if set(finding.ranks) <= told and causes else finding
+
+
+def _ended(short: Finding) -> bool:
+    """A failed allocation that the program caught ended nobody: OOM calls that a warning."""
+    return short.severity == "critical"
 
 
 # -------------------------------------------------------- values that are not finite

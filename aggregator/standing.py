@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from .waits import Place, place_of
+from .waits import Place, place_of, user_code
 
 # Of one core. A loop that polls every 10 ms takes 1 to 2 %, the threads of communication libraries less; a computation
 # takes all that it can get, and time that it waits for a core counts as well.
@@ -28,6 +28,9 @@ class Row(NamedTuple):
     rank: int
     completed: int  # last step that it completed
     stalled: bool
+    look: int  # 1 at the limit; 2 after at least twice as long
+    told: bool  # all that it issued is known
+    issued: list[dict[str, Any]]  # the last collective of each group (`positions.Last`)
     noticed_ns: int
     limit_ns: int
     since_ns: int
@@ -132,6 +135,12 @@ def stand_at_the_end(row: Row) -> Stand:
     if any(name in row.last_stack for name in _HANDLING):
         return Stand(row, "unknown", place)  # the wait may have been over by then
     return Stand(row, "stuck", place)
+
+
+def runs_on_the_spot(row: Row) -> bool:
+    """Whether all stacks of this look lie in one function of the user's, called in one way: a loop without an end, or
+    long work. At the limit nobody can tell these apart; what goes on for twice as long is worth a word."""
+    return row.look > 1 and len(row.stacks) > 1 and len({user_code(s) for s in row.stacks}) == 1
 
 
 _HANDLING = ("/traceback.py:", "excepthook", "/linecache.py:", "/warnings.py:", "/logging/__init__.py:")

@@ -80,6 +80,12 @@ def place_of(text: str) -> Place | None:
     return Place("own", where, "" if inner[0].text == where else inner[0].function)
 
 
+def user_code(text: str) -> tuple[tuple[str, str], ...]:
+    """The user's functions on this stack, outermost first, wherever in the innermost of them it stands."""
+    own = [f for f in frames_of(text) if not _LIBRARY.search(f.path)]
+    return tuple((f.path, f.function if f is own[-1] else f"{f.function}:{f.line}") for f in own)
+
+
 def _inside(inner: Sequence[Frame], own: Sequence[Frame]) -> list[Frame]:
     """Frames called, directly or not, by the user's innermost frame."""
     found = []

@@ -28,6 +28,8 @@ def ask(folders: Iterable[Path]) -> list[Path]:
 
 
 def _ask(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        (folder / ANSWER).unlink()  # of a rank that was stopped and answered too late
     try:
         fd = os.open(folder / FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # ENXIO when nobody reads
     except OSError:
@@ -41,13 +43,15 @@ def _ask(folder: Path) -> bool:
     return True
 
 
-def wait(folders: Iterable[Path], seconds: float = WAIT_SECONDS) -> None:
-    """Wait until each has answered, at most so long."""
+def wait(folders: Iterable[Path], seconds: float = WAIT_SECONDS) -> set[Path]:
+    """Wait until each has answered, at most so long; gives the folders of those that have."""
+    folders = list(folders)
     deadline = time.monotonic() + seconds
     left = list(folders)
     while left and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         left = [f for f in left if not (f / ANSWER).exists()]
+    return set(folders) - set(left)
 
 
 def take(folder: Path, recorder: Recorder, rank: int, attempt: int) -> bool:

@@ -2,11 +2,12 @@
 
 Progress is whatever a rank's own files show: a step, a phase entered (a batch, a forward, a backward, a checkpoint), a
 row written. While any rank of this node makes some, the job runs. What a stall is worth is for the reader to say: here
-it is noted how long nothing came, where each rank stands, and whether it worked meanwhile.
+it is noted how long nothing came, where each rank stands, whether it worked meanwhile, and what it issued last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import deque
@@ -18,7 +19,7 @@ from tdbg.rankagent.nodetables import STACK, STALL
 from tdbg.rankagent.readback import read_state, segments
 from tdbg.rankagent.record import Recorder, State
 
-from . import dumps
+from . import dumps, flights
 from .node.process import Work, holds_device, work
 from .processes import Folder
 
@@ -31,6 +32,7 @@ SAMPLES = 3  # stacks in a row: one that works is seldom caught at one place thr
 SPACING_SECONDS = 2.0  # between them, less where the limit is short: SPACING_SHARE of it
 SPACING_SHARE = 5
 ANSWER_SECONDS = 0.3  # a rank answers within milliseconds; one that waits for a disk does not answer at all
+LAST_CALLS_SECONDS = 1.0  # once a stall: a rank that spins in Python hands the interpreter over every 5 ms
 STOPPING_SECONDS = 0.15  # that stopping the ranks may be put off
 # A stall is looked at again: a rank that worked may be stuck by then. Each time after twice as long, to save the disk.
 FIRST_AGAIN_SECONDS, LAST_AGAIN_SECONDS = 10.0, 600.0
@@ -66,7 +68,7 @@ class Stalls:
     ) -> None:  # fmt: skip
         self._node, self._recorder, self._floor_s, self._below = node, recorder, floor_s, below
         self._clock, self._now_ns = clock, now_ns
-        self._asked: deque[tuple[Sequence[Folder], dict[int, str]]] = deque()
+        self._asked: deque[tuple[Sequence[Folder], dict[int, str], set[Path]]] = deque()
         self._last_look_s = clock()
         self._rows_due_s = 0.0
         self._begin(-1)
@@ -86,6 +88,7 @@ class Stalls:
         self._look = 0
         self._due_s = 0.0
         self._samples: list[dict[int, Sample]] = []
+        self._told: set[Path] = set()  # folders of ranks that told what they issued last
 
     # ---------------------------------------------------------------- pace
 
@@ -170,7 +173,9 @@ class Stalls:
         self._samples.append(self._sample(list(ranks.values())))
         if len(self._samples) < SAMPLES:
             return
-        self._stall += not self._look
+        if not self._look:
+            self._stall += 1
+            self._told = self._last_calls(list(ranks.values()))
         self._look += 1
         self._write(list(ranks.values()), states, "stall", quiet_s)
         self._samples = []
@@ -182,14 +187,25 @@ class Stalls:
         frames = dumps.ask(((f.pid, f.path) for f in ranks), ANSWER_SECONDS)
         return {pid: Sample(when, so_far, frames.get(pid, "")) for pid, (when, so_far) in used.items()}
 
+    def _last_calls(self, ranks: Sequence[Folder]) -> set[Path]:
+        """What each rank issued last, as rows; nothing more is issued while it lasts, so once is enough."""
+        told = flights.wait(flights.ask(f.path for f in ranks), LAST_CALLS_SECONDS)
+        for f in ranks:
+            if f.path in told:
+                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # half a file
+                    flights.take(f.path, self._recorder, f.rank, f.attempt)
+                    continue
+                told.discard(f.path)
+        return told
+
     def _write(self, ranks: Sequence[Folder], states: dict[int, State], event: str, quiet_s: float) -> None:
         limit = self.limit_s()
         for f in ranks:
             samples = [s[f.pid] for s in self._samples if f.pid in s]
-            self._write_rank(f, states.get(f.pid), event, limit, quiet_s, samples)
+            self._write_rank(f, states.get(f.pid), event, limit, quiet_s, samples, f.path in self._told)
 
     def _write_rank(self, f: Folder, state: State | None, event: str, limit_s: float, quiet_s: float,
-                    samples: Sequence[Sample]) -> None:  # fmt: skip
+                    samples: Sequence[Sample], told: bool) -> None:  # fmt: skip
         if state is None:
             return
         self._recorder.attempt = f.attempt
@@ -198,7 +214,7 @@ class Stalls:
         stacks = [(n, s.frames) for n, s in enumerate(samples, start=1) if s.frames]
         row = (self._node, self._stall, self._look, f.pid, int(limit_s * 1e9), self._progress_ns, int(quiet_s * 1e9),
                state.phase_since_ns, int(window_s * 1e9), used.busy_ns, used.below_ns, used.io_bytes, len(stacks),
-               holds_device(f.pid), bool(state.closed))  # fmt: skip
+               holds_device(f.pid), bool(state.closed), told)  # fmt: skip
         words = (event, state.phase, samples[-1].work.state if samples else "")
         self._recorder.write(STALL, state.step, row, words, rank=f.rank)
         for sample, frames in stacks:
@@ -209,20 +225,24 @@ class Stalls:
     # ---------------------------------------------------------------- the ranks are about to be stopped
 
     def stopping(self, ranks: Sequence[Folder]) -> None:
-        """Ask for a last stack before the signal goes out; the rows are written by the supervisor's thread."""
-        self._asked.append((ranks, dumps.ask(((f.pid, f.path) for f in ranks), STOPPING_SECONDS)))
+        """Ask for a last stack and the last collectives before the signal goes out; the supervisor's thread writes
+        the rows, those of the collectives when it notes the rank's end."""
+        asked = flights.ask(f.path for f in ranks)
+        frames = dumps.ask(((f.pid, f.path) for f in ranks), STOPPING_SECONDS)
+        self._asked.append((ranks, frames, flights.wait(asked)))
 
     def write(self) -> None:
         """Write the rows of `stopping`."""
         while self._asked:
-            ranks, frames = self._asked.popleft()
+            ranks, frames, told = self._asked.popleft()
             for f in ranks:
                 if f.attempt != self._attempt:
                     self._begin(f.attempt)
                 last = [Sample(0.0, Work(), frames.get(f.pid, ""))]
                 self._write_rank(
-                    f, read_state(f.path), "stopping", self.limit_s(), self._clock() - self._progress_s, last
-                )
+                    f, read_state(f.path), "stopping", self.limit_s(), self._clock() - self._progress_s, last,
+                    f.path in told,
+                )  # fmt: skip
 
 
 def _rows_mark(folder: Path) -> int:

@@ -72,9 +72,7 @@ class Supervisor:
         """Ranks that still run say where they stand, before they are told to stop: 0.5 s at the very most."""
         try:
             left = [f for f in self.ranks.recording() if f.pid not in ended]
-            asked = flights.ask(f.path for f in left)
             self._stalls.stopping(left)
-            flights.wait(asked)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as e:  # never torchelastic's own
             self._late_notes.append(describe(e))
         finally:

@@ -108,6 +108,7 @@ STALL = Table("stall", (
     Column("samples", "int32", "", "stacks that it gave"),
     Column("device", "bool", "", "it holds an accelerator open, so that it may wait for it by spinning"),
     Column("closed", "bool", "", "its program had come to its end"),
+    Column("told", "bool", "", "it answered which collectives it issued last: what it issued is known to the end"),
     Column("event", "text", "", "stall; resumed: training went on; stopping: the launcher was about to stop the ranks"),
     Column("phase", "text", "", "data, forward, backward, optimizer, checkpoint, load, other; empty before the first"),
     Column("state", "text", "", "state of its main thread: R runs, S sleeps, D waits for a disk, T stopped; empty unknown"),

@@ -1,10 +1,13 @@
 """The job stopped making progress: the ranks that did not arrive, and what the others wait in.
 
-Reads     stall and stack (the node's launcher), exit, failure, event, step
+Reads     stall and stack (the node's launcher), exit, failure, event, step, collective, collective_step
 Says      the ranks that are stuck or wait elsewhere than the majority, where, in what the others wait, for how long;
+          which collective some have issued and others have not; a rank that runs on the spot while the others wait;
           also after torch's own timeout or a signal has ended the job
-Unknown   a rank that still works (the others wait for it), ranks whose launcher saw no stall, ranks without a stack
-Blind to  a halt shorter than the limit that torch's own timeout did not end; an endless computation
+Unknown   a rank that works for less than twice the limit (the others wait for it), ranks whose launcher saw no stall,
+          ranks without a stack
+Blind to  a halt shorter than the limit that torch's own timeout did not end; a computation that does not end while no
+          other rank waits for it
 """
 
 from __future__ import annotations
@@ -12,19 +15,22 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ..detector import RunFacts
+from ..endings import COMMUNICATION, COMMUNICATION_TYPES, INTERRUPT_TYPES, NOT_SEEN, TIMED_OUT
 from ..findings import Abstention, Evidence, Finding
-from ..standing import Row, Stand, odd_ones, stand_at_the_end, stand_in_stall
+from ..positions import ISSUED, SHOWN, Lag, lags, late
+from ..standing import Row, Stand, odd_ones, runs_on_the_spot, stand_at_the_end, stand_in_stall
+from ..waits import place_of
 from ..wording import ranks_text
-from .rank_failed import COMMUNICATION, COMMUNICATION_TYPES, INTERRUPT_TYPES, NOT_SEEN, TIMED_OUT
 
 CODE = "HANG"
 NEEDS = {"step": 0}  # a job may halt before its first step
 PARAMS: dict[str, object] = {}
 
 # A stall that training got over is none: `over` is the last moment at which a rank was seen to go on.
-SQL = """
+SQL = f"""
 WITH over AS (
     SELECT attempt, max(time_ns) AS time_ns FROM (
         SELECT attempt, time_ns FROM stall WHERE event = 'resumed' UNION ALL SELECT attempt, time_ns FROM step
@@ -36,7 +42,7 @@ WITH over AS (
 ), sampled AS (
     SELECT attempt, rank, node, stall, look, list(frames ORDER BY sample, seq) AS stacks FROM stack GROUP BY ALL
 ), stopping AS (
-    SELECT attempt, rank, node, stall, look, time_ns FROM stall WHERE event = 'stopping'
+    SELECT attempt, rank, node, stall, look, told, time_ns FROM stall WHERE event = 'stopping'
     QUALIFY row_number() OVER (PARTITION BY attempt, rank ORDER BY time_ns DESC, seq DESC) = 1
 ), last AS (
     SELECT p.attempt, p.rank, arg_max(k.frames, k.seq) AS frames
@@ -54,8 +60,9 @@ WITH over AS (
 ), everyone AS (
     SELECT rank, attempt FROM ended UNION SELECT rank, attempt FROM raised UNION SELECT rank, attempt FROM progress
     UNION SELECT rank, attempt FROM stall WHERE rank >= 0
-)
+), {ISSUED}
 SELECT w.attempt, w.rank, greatest(coalesce(l.step, 0), coalesce(p.step, 0), coalesce(e.step, 0)), l.rank IS NOT NULL,
+       coalesce(l.look, 0), coalesce(l.told, s.told, FALSE) OR r.rank IS NOT NULL, coalesce(i.lasts, []),
        coalesce(l.time_ns, 0), coalesce(l.limit_ns, 0), coalesce(l.since_ns, 0), coalesce(l.quiet_ns, 0),
        coalesce(l.window_ns, 0), coalesce(l.busy_ns, 0), coalesce(l.below_ns, 0), coalesce(l.io_bytes, -1),
        coalesce(l.device, FALSE), coalesce(l.closed, FALSE), coalesce(l.phase, ''), coalesce(l.phase_since_ns, 0),
@@ -72,6 +79,7 @@ LEFT JOIN ended e ON e.rank = w.rank AND e.attempt = w.attempt
 LEFT JOIN raised r ON r.rank = w.rank AND r.attempt = w.attempt
 LEFT JOIN progress p ON p.rank = w.rank AND p.attempt = w.attempt
 LEFT JOIN orderly o ON o.rank = w.rank AND o.attempt = w.attempt
+LEFT JOIN issued i ON i.rank = w.rank AND i.attempt = w.attempt
 ORDER BY w.attempt, w.rank
 """
 
@@ -86,7 +94,10 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
     attempts = sorted({r.attempt for r in rows})
     said = False
     for attempt in attempts:
-        what = _attempt([r for r in rows if r.attempt == attempt], run, attempt < attempts[-1])
+        of_it = [r for r in rows if r.attempt == attempt]
+        what = _attempt(of_it, run, attempt < attempts[-1])
+        if isinstance(what, Finding):
+            what = _with_order(what, _lags(of_it))
         said = said or what is not None
         if what is not None:
             yield what
@@ -94,6 +105,30 @@ def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstentio
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", "it is not known of all ranks how they ended; no stall was seen before"
         )
+
+
+def _lags(rows: Sequence[Row]) -> list[Lag]:
+    """Collectives that only some have issued, those in which a rank is seen to wait first."""
+    stacks = [r.stacks[-1] if r.stacks else r.last_stack or r.frames for r in rows]
+    places = {place.where for stack in stacks if (place := place_of(stack)) is not None}
+    return lags({r.rank: r.issued for r in rows if r.told}, places)
+
+
+def _with_order(found: Finding, order: Sequence[Lag]) -> Finding:
+    """What stacks and the order of collectives both say. Where they contradict each other, neither is believed."""
+    said = "; ".join([found.summary, *(g.text for g in order[:SHOWN])])
+    evidence = tuple(
+        Evidence(r, found.first_step, "has not issued", g.what) for g in order[:SHOWN] for r in g.missing[:4]
+    )
+    found = replace(found, summary=said, evidence=(*evidence, *found.evidence))
+    behind = late(order)
+    if not behind or behind & set(found.ranks):
+        return found
+    unknown = (
+        f"who is at fault: stacks set {ranks_text(found.ranks)} apart, the order of collectives {ranks_text(behind)}"
+    )
+    weaker = "warning" if found.severity == "critical" else found.severity
+    return replace(found, severity=weaker, evidence_state="INFERRED", cannot_conclude=(*found.cannot_conclude, unknown))
 
 
 def _known_not_to(rows: Sequence[Row], run: RunFacts) -> bool:
@@ -110,7 +145,7 @@ def _attempt(rows: Sequence[Row], run: RunFacts, restarted: bool) -> Finding | A
         return None  # a rank that fails of itself takes the others with it
     if stalled and run.status != "finished" and not all(r.exit_code == 0 for r in stalled):
         return _stalled(rows, stalled, run, restarted)
-    if any(_weak(r) and TIMED_OUT.search(r.message) and not CONNECTING.search(r.message) for r in rows):
+    if _by_timeout(rows):
         return _timed_out(rows, run, restarted)
     return None
 
@@ -129,6 +164,10 @@ def _weak(row: Row) -> bool:
     return row.type in COMMUNICATION_TYPES or bool(COMMUNICATION.search(row.message))
 
 
+def _by_timeout(rows: Sequence[Row]) -> bool:
+    return any(_weak(r) and TIMED_OUT.search(r.message) and not CONNECTING.search(r.message) for r in rows)
+
+
 def _end(row: Row) -> int:
     return row.failed_ns or row.ended_ns
 
@@ -139,14 +178,36 @@ def _end(row: Row) -> int:
 def _stalled(rows: Sequence[Row], stalled: Sequence[Row], run: RunFacts, restarted: bool) -> Finding | Abstention:
     quiet = max(r.quiet_ns for r in stalled) // 10**9
     stands = [stand_in_stall(r, run.world_size) for r in stalled]
+    timed_out = _by_timeout(rows)
     for s in stands:
         if s.place is not None and (s.standing == "works" or s.place.kind == "debugger"):
+            if s.standing == "works" and (timed_out or runs_on_the_spot(s.row)):
+                continue
             doing = "works" if s.standing == "works" else "is in a debugger"
             return Abstention("INSUFFICIENT_EVIDENCE",
                               f"no progress for {quiet} s, but rank {s.row.rank} {doing}: {s.place.text}")  # fmt: skip
+    if any(s.standing == "works" for s in stands):
+        return _running(stands, quiet, timed_out, run, restarted)
     gone = [Stand(r, "stuck", None, "its program had ended in order") for r in rows if not r.stalled and _left(r)]
     unseen = run.world_size - len(stands) - len(gone)
     return _judge(stands, gone, unseen, f"no progress for {quiet} s", restarted)
+
+
+def _running(stands: Sequence[Stand], quiet: int, timed_out: bool, run: RunFacts, restarted: bool,
+             ) -> Finding | Abstention:  # fmt: skip
+    """A rank runs and does not come: a loop without an end, or work that takes this long. Seen are the others' wait,
+    and that it stood in one function all the time; only what torch's timeout ended is known to have been too long."""
+    works = [s for s in stands if s.standing == "works"]
+    waits = [s for s in stands if s.standing == "waits"]
+    if not waits or len(works) + len(waits) < run.world_size:
+        who, where = works[0].row.rank, works[0].text
+        return Abstention("INSUFFICIENT_EVIDENCE", f"no progress for {quiet} s, but rank {who} works: {where}")
+    said = (
+        f"{_who(works)} {'is' if len(works) == 1 else 'are'} running, not blocked, and did not arrive: {_places(works)}"
+    )
+    lacking = () if timed_out else ("whether this is a loop without an end or work that takes so long",)
+    found = _finding(works, waits, f"no progress for {quiet} s", said, True, lacking, restarted)
+    return found if timed_out else replace(found, severity="warning")
 
 
 def _left(row: Row) -> bool:
@@ -168,6 +229,7 @@ def _timed_out(rows: Sequence[Row], run: RunFacts, restarted: bool) -> Finding |
 
 
 def _judge(stands: Sequence[Stand], gone: Sequence[Stand], unseen: int, how: str, restarted: bool) -> Finding:
+    behind = late(_lags([s.row for s in stands]))
     stuck = [s for s in stands if s.standing == "stuck"]
     waits = [s for s in stands if s.standing == "waits"]
     unknown = [s for s in stands if s.standing == "unknown"]
@@ -190,6 +252,8 @@ def _judge(stands: Sequence[Stand], gone: Sequence[Stand], unseen: int, how: str
         lacking += ("whether these ranks or those that were not seen are at fault",) if not unknown else ()
         return _finding(named, waits if unknown else [], how, _unknown(named, bool(unknown)), False, lacking, restarted)
     odd, majority = odd_ones(waits)
+    if not odd and behind:
+        odd = [s for s in waits if s.row.rank in behind]
     if not odd:
         return _finding(waits, [], how, _all_in(waits), True, (*lacking, ELSEWHERE), restarted)
     rest = [s for s in waits if s not in odd]

@@ -1,8 +1,9 @@
 """A rank's memory rises by about the same at nearly every step, and by now this is a material part of what it holds.
 
-Reads     memory
+Reads     memory, loader, batch
 Says      the ranks, since which step, growth per step and in all, host or device
-Unknown   fewer than 24 samples since the data sets' caches last grew
+Unknown   fewer than 24 samples since the data sets' caches last grew; host memory while the first pass over the data
+          goes on: a cache that nobody sees may be filling
 Blind to  a few bytes a step; what is kept once an epoch; loader workers; a limit nearby (OOM_PRECURSOR says that)
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from ..detector import RunFacts
 from ..findings import Abstention, Evidence, Finding
+from ..firstpass import FIRST_PASS, filling
 from ..trends import STEADY_BLOCKS, Rise, steady_rise
 from ..wording import mib, ranks_text
 
@@ -26,8 +28,8 @@ PARAMS = {
 
 # Pages that belong to files (mapped data, libraries, our own record) are in neither sum. Samples up to the last one at
 # which the caches of a loader's data set had grown are left out: until then memory rises because the cache fills.
-SQL = """
-WITH filled AS (
+SQL = f"""
+WITH {FIRST_PASS}, filled AS (
     SELECT rank, attempt, max(step) FILTER (WHERE grew) AS step FROM (
         SELECT rank, attempt, step, dataset_items > lag(dataset_items) OVER (
             PARTITION BY rank, attempt, pid ORDER BY step, seq) AS grew FROM memory)
@@ -52,8 +54,9 @@ WITH filled AS (
     SELECT rank, attempt, count(*) AS total, max(step) AS last FROM memory WHERE step > 0 GROUP BY ALL
 )
 SELECT coalesce(j.kind, ''), s.attempt, s.rank, s.total, coalesce(j.lows, []), coalesce(j.steps, []), s.last,
-       coalesce(f.step, 0)
+       coalesce(f.step, 0), coalesce(p.ends, 0)
 FROM seen s LEFT JOIN judged j USING (rank, attempt) LEFT JOIN filled f USING (rank, attempt)
+LEFT JOIN first_pass p USING (rank, attempt)
 ORDER BY s.attempt, j.kind, s.rank
 """
 
@@ -74,17 +77,28 @@ class Row(NamedTuple):
     steps: list[int]
     last: int
     filled: int  # step at which a data set's cache grew last; 0 for never
+    pass_ends: int  # step at which the first pass over the data ends; 0: over, or not known
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
     rows = list(rows)
     rising: dict[tuple[int, str], list[tuple[Row, Rise]]] = defaultdict(list)
+    withheld: list[Row] = []
     for row in rows:
         rise = steady_rise(row.lows, row.steps)
-        if rise is not None and _material(rise):
+        if rise is None or not _material(rise):
+            continue
+        if row.kind == "host memory" and filling(row.pass_ends, row.last, run.status):
+            withheld.append(row)
+        else:
             rising[row.attempt, row.kind].append((row, rise))
     for (_, kind), members in rising.items():
         yield _finding(kind, members)
+    if withheld:
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE", f"memory of {ranks_text(r.rank for r in withheld)} rises, but the first pass over "
+            f"the data goes on until about step {max(r.pass_ends for r in withheld)}: a cache may be filling",
+        )  # fmt: skip
     judged = {r.rank for r in rows if r.kind}
     if len(judged) < run.world_size:
         yield Abstention("INSUFFICIENT_EVIDENCE", _unseen(rows, judged, run))

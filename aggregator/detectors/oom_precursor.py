@@ -1,10 +1,11 @@
 """Memory grows step by step towards the nearest limit, and at this pace reaches it as soon as it came this far; or a
 device shows that it is short: its allocator flushes, has fragments only, or peaks that leave no room for the next.
 
-Reads     memory, proc, host, gpu_proc, identity, step
+Reads     memory, proc, host, gpu_proc, identity, step, loader, batch
 Says      the limit, usage, growth per step, the projected step, the ranks that grow; flushes, fragmentation, headroom,
           and other processes on the device
-Unknown   no limit seen, or fewer than 20 steps since it was
+Unknown   no limit seen, or fewer than 20 steps since it was; while it trains, growth within the first pass over the data
+          that does not reach the limit before its end: a cache may be filling
 Blind to  a single allocation that is larger than what is left; fragments of other allocators than torch's own
 """
 
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from ..detector import RunFacts
 from ..devicepressure import PRESSURE, WARM, Sign, signs
 from ..findings import Abstention, Evidence, Finding
+from ..firstpass import FIRST_PASS, filling
 from ..trends import Trend, trend
 from ..wording import mib, ranks_text
 
@@ -33,7 +35,7 @@ PARAMS = {
 
 # `place` is the rank, or the node for limits that its ranks share; -1 as a limit means none.
 SQL = f"""
-WITH {PRESSURE}, node AS (
+WITH {PRESSURE}, {FIRST_PASS}, node AS (
     SELECT rank, attempt, any_value(node) AS node FROM proc WHERE rank >= 0 GROUP BY ALL
 ), paced AS (
     SELECT attempt, step, max(time_ns) AS time_ns FROM step GROUP BY ALL
@@ -83,10 +85,14 @@ WITH {PRESSURE}, node AS (
            max(used) AS used, min(step) AS first, max(step) AS last FROM numbered WHERE total < $fewest GROUP BY ALL
 )
 SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.steps, j.high, j.used, j.first, j.last,
-       p.device
+       p.device, coalesce(f.ends, 0)
 FROM (SELECT * FROM judged UNION ALL SELECT * FROM short) j
 LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
 LEFT JOIN pressure p ON p.rank = j.place AND p.attempt = j.attempt AND j.kind = 'device memory'
+LEFT JOIN (SELECT rank, attempt, ends FROM first_pass UNION ALL SELECT -1, attempt, max(ends) FROM first_pass GROUP BY ALL) f
+    ON f.attempt = j.attempt AND f.rank = CASE WHEN j.kind = 'device memory' THEN -2
+                                               WHEN j.kind IN ('cgroup memory', 'physical memory') THEN -1
+                                               ELSE j.place END
 ORDER BY j.attempt, j.kind, j.place
 """
 
@@ -108,19 +114,28 @@ class Row(NamedTuple):
     first: int
     last: int
     device: dict[str, Any] | None  # what `signs` reads; with kind "device memory" only
+    pass_ends: int  # step at which the first pass over the data ends; 0: over, or not known
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
     rows = list(rows)
     limited = [r for r in rows if r.kind != "resident"]
     rising: dict[tuple[int, str], list[tuple[Row, Trend]]] = defaultdict(list)
+    withheld = []
     for row in limited:
         seen = _nears(row)
-        if seen is not None:
+        if seen is not None and _may_level_off(row, seen, run):
+            withheld.append(row)
+        elif seen is not None:
             rising[row.attempt, row.kind].append((row, seen))
     for (attempt, kind), members in rising.items():
         yield _finding(kind, members, _ranks(members, [r for r in rows if r.attempt == attempt]))
     yield from _pressed([r for r in rows if r.device is not None])
+    if withheld:
+        yield Abstention(
+            "INSUFFICIENT_EVIDENCE", f"{withheld[0].kind} grows, but the first pass over the data goes on until about "
+            f"step {max(r.pass_ends for r in withheld)}: a cache may be filling",
+        )  # fmt: skip
     if not limited:
         yield Abstention(
             "INSUFFICIENT_EVIDENCE", "no limit of address space, data segment, cgroup or machine was recorded"
@@ -168,6 +183,12 @@ def _nears(row: Row) -> Trend | None:
         return None
     soon = (row.limit - row.used) / found.slope <= row.last - row.first + 1
     return found if soon or row.high >= NEAR * row.limit else None
+
+
+def _may_level_off(row: Row, seen: Trend, run: RunFacts) -> bool:
+    """Whether a cache may be filling that is full, with the whole of the data in it, before the limit is reached."""
+    full = row.last + (row.limit - row.used) / seen.slope
+    return filling(row.pass_ends, row.last, run.status) and row.high < NEAR * row.limit and full > row.pass_ends
 
 
 def _ranks(members: Sequence[tuple[Row, Trend]], rows: Sequence[Row]) -> tuple[int, ...]:

@@ -8,12 +8,11 @@ Blind to  a rank that hangs without ending
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ..detector import RunFacts
+from ..endings import ENDING, NOT_SEEN, Ending, cause_of, failed_first
 from ..findings import Abstention, Evidence, Finding
 from ..wording import ranks_text
 
@@ -21,91 +20,9 @@ CODE = "RANK_FAILED"
 NEEDS = {"step": 0}  # a rank may fail before its first step
 PARAMS: dict[str, object] = {}
 
-SQL = """
-WITH ended AS (
-    SELECT rank, attempt, arg_min(exit_code, ended_ns) AS exit_code, min(ended_ns) AS ended_ns,
-           arg_min(stopped_by_launcher, ended_ns) AS stopped, max(oom_kills) AS oom_kills, max(step) AS step
-    FROM exit WHERE rank >= 0 GROUP BY ALL
-), raised AS (
-    SELECT rank, attempt, kind, type, message, frames, during, step, time_ns
-    FROM failure WHERE kind <> 'thread_exception'
-    QUALIFY row_number() OVER (PARTITION BY rank, attempt ORDER BY time_ns, seq) = 1
-), progress AS (
-    SELECT rank, attempt, max(step) AS step FROM step GROUP BY ALL
-), orderly AS (
-    SELECT DISTINCT rank, attempt FROM event WHERE kind = 'end'
-), everyone AS (
-    SELECT rank, attempt FROM ended UNION SELECT rank, attempt FROM raised UNION SELECT rank, attempt FROM progress
-)
-SELECT w.attempt, w.rank, coalesce(e.exit_code, -1000), coalesce(r.time_ns, e.ended_ns, 0), coalesce(e.stopped, FALSE),
-       coalesce(e.oom_kills, -1), greatest(coalesce(e.step, 0), coalesce(p.step, 0)), coalesce(r.kind, ''),
-       coalesce(r.type, ''), coalesce(r.message, ''), coalesce(r.frames, ''), coalesce(r.during, ''),
-       coalesce(r.step, 0), o.rank IS NOT NULL
-FROM everyone w
-LEFT JOIN ended e USING (rank, attempt) LEFT JOIN raised r USING (rank, attempt)
-LEFT JOIN progress p USING (rank, attempt) LEFT JOIN orderly o USING (rank, attempt)
-ORDER BY w.attempt, 4, w.rank
-"""
+SQL = f"WITH {ENDING} SELECT * FROM ending ORDER BY attempt, time_ns, rank"
 
-NOT_SEEN = -1000  # exit code of a process whose end nobody saw
-
-# What a rank reports when its peer is gone: gloo, NCCL, TCP store and sockets, by their own wording.
-COMMUNICATION = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket ?timeout|timed out (waiting|after)|"
-    r"wait timeout|remote process (has )?(exited|terminated)|nccl(remote|system|internal)?error|"
-    r"gloo/transport|application timeout|failed to (recv|send)|(recv|send)value failed|"
-    r"connectfullmesh|watchdog caught|monitoredbarrier|tcpstore|store->(get|wait)|"
-    r"peer.{0,20}(closed|unreachable|exited)",
-    re.IGNORECASE,
-)
-# Of these, what it reports when its peer is late rather than gone.
-TIMED_OUT = re.compile(r"timed out|time-?out|watchdog caught", re.IGNORECASE)
-COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError",
-                                 "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"})  # fmt: skip
-INTERRUPTS = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-INTERRUPT_TYPES = frozenset({"KeyboardInterrupt", "SignalException"})
-
-
-class Row(NamedTuple):
-    attempt: int
-    rank: int
-    exit_code: int
-    time_ns: int
-    stopped: bool  # torchrun had begun to stop the group before this process ended
-    oom_kills: int
-    completed: int  # last step that it completed
-    kind: str  # of its own uncaught exception; empty without one
-    type: str
-    message: str
-    frames: str
-    during: str
-    failed_step: int
-    orderly: bool  # its program had come to its end
-
-    @property
-    def failed(self) -> bool:
-        return self.exit_code != 0 if self.exit_code != NOT_SEEN else bool(self.kind)
-
-    @property
-    def interrupted(self) -> bool:
-        return self.exit_code in INTERRUPTS or self.type in INTERRUPT_TYPES
-
-    @property
-    def weak(self) -> bool:
-        """Ended in the way in which a rank ends when another one is gone."""
-        if self.kind == "exception":
-            return self.type in COMMUNICATION_TYPES or bool(COMMUNICATION.search(self.message))
-        return not self.kind and self.exit_code == -signal.SIGABRT  # the communication library's watchdog aborts
-
-    @property
-    def step(self) -> int:
-        return max(1, self.failed_step or self.completed + 1)
-
-    @property
-    def subject(self) -> str:
-        if self.kind == "exception":
-            return self.type
-        return f"exit code {self.type}" if self.kind == "exit" else _cause(self.exit_code)
+Row = Ending
 
 
 def findings(rows: Iterable[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -144,12 +61,7 @@ def _attempt(rows: Sequence[Row], run: RunFacts, restarted: bool) -> Finding | A
         return Abstention(
             "NOT_APPLICABLE", "the job was stopped from outside, by a signal to its launcher or to all ranks"
         )
-    # an exception of its own counts even while torchrun stops the group; an exit in a SIGTERM handler doesn't
-    own = [r for r in failed if (r.kind == "exception" and not r.interrupted) or not r.stopped]
-    strong = [r for r in own if not r.weak] or own
-    first = strong[0]  # rows come in order of time
-    roots = [r for r in strong if r.subject == first.subject and r.step == first.step]
-    return _finding(rows, roots, run, restarted)
+    return _finding(rows, failed_first(failed), run, restarted)
 
 
 def _from_outside(failed: Sequence[Row], run: RunFacts) -> bool:
@@ -214,7 +126,7 @@ def _evidence(row: Row, root: bool) -> Iterator[Evidence]:
     when = "" if root else " (fell afterwards)"
     if row.exit_code != NOT_SEEN:
         by = ", stopped by torchrun" if row.stopped else ""
-        yield Evidence(row.rank, row.step, "exit" + when, _cause(row.exit_code) + by, "exit code 0")
+        yield Evidence(row.rank, row.step, "exit" + when, cause_of(row.exit_code) + by, "exit code 0")
     if row.kind:
         yield Evidence(row.rank, row.step, "exception" + when, f"{row.type}: {_one_line(row.message)}", "none")
     if root:
@@ -234,18 +146,6 @@ def _next(first: Row) -> str:
     if first.exit_code == -signal.SIGKILL:
         return "look at this rank's memory before the kill and at the kernel's log of its host"
     return "look at this rank's standard error"
-
-
-def _cause(exit_code: int) -> str:
-    """SIGKILL for -9, exit code 3 for 3."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    if exit_code == NOT_SEEN:
-        return "exit code unknown"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:  # a signal that this platform does not know
-        return f"signal {-exit_code}"
 
 
 def _one_line(text: str) -> str:

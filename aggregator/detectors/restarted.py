@@ -9,9 +9,10 @@ Blind to  a job that a scheduler or a person starts anew: that is another run
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..detector import RunFacts
+from ..endings import ENDING, NOT_SEEN, Ending, cause_of, failed_first
 from ..findings import Abstention, Evidence, Finding
 from ..wording import ranks_text
 
@@ -19,34 +20,24 @@ CODE = "RESTARTED"
 NEEDS = {"step": 0}  # an attempt may fail before its first step
 PARAMS: dict[str, object] = {}
 
-SQL = """
-WITH took AS (
-    SELECT rank, attempt, max(step) AS step FROM step GROUP BY ALL
-), ended AS (
-    SELECT rank, attempt, arg_min(exit_code, ended_ns) AS exit_code, bool_and(stopped_by_launcher) AS stopped
-    FROM exit WHERE rank >= 0 GROUP BY ALL
-), raised AS (
-    SELECT rank, attempt, arg_min(type, time_ns) AS type FROM failure WHERE kind <> 'thread_exception' GROUP BY ALL
-), loaded AS (
+SQL = f"""
+WITH {ENDING}, loaded AS (
     SELECT rank, attempt, arg_min(path, time_ns) AS path FROM checkpoint WHERE event = 'load' GROUP BY ALL
-), everyone AS (
-    SELECT rank, attempt FROM took UNION SELECT rank, attempt FROM ended UNION SELECT rank, attempt FROM raised
 )
-SELECT attempt, rank, coalesce(t.step, 0), e.exit_code, coalesce(e.stopped, FALSE), coalesce(r.type, ''), l.path
-FROM everyone LEFT JOIN took t USING (rank, attempt) LEFT JOIN ended e USING (rank, attempt)
-LEFT JOIN raised r USING (rank, attempt) LEFT JOIN loaded l USING (rank, attempt)
-ORDER BY attempt, rank
+SELECT e.attempt, e.rank, e, l.path FROM ending e LEFT JOIN loaded l USING (rank, attempt)
+ORDER BY e.attempt, e.time_ns, e.rank
 """
 
 
 class Row(NamedTuple):
     attempt: int
     rank: int
-    steps: int  # completed in this attempt
-    exit_code: int | None  # None: nobody saw it end
-    stopped: bool  # ended when the launcher was stopping the group
-    raised: str  # class of its own uncaught exception
+    columns: dict[str, Any]  # of its `Ending`
     loaded: str | None  # first checkpoint that it loaded; None for none
+
+    @property
+    def end(self) -> Ending:
+        return Ending(**self.columns)
 
 
 def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstention]:
@@ -61,26 +52,39 @@ def findings(rows: Sequence[Row], run: RunFacts) -> Iterator[Finding | Abstentio
 
 def _finding(now: Sequence[Row], before: Sequence[Row]) -> Finding:
     attempt = now[0].attempt
-    ended = [r for r in before if r.raised or (r.exit_code and not r.stopped)]
-    came = max((r.steps for r in before), default=0)
+    failed = [r.end for r in before if r.end.failed]
+    own = any(not r.stopped or (r.kind == "exception" and not r.interrupted) for r in failed)
+    first = failed_first(failed) if own else []
+    came = max((r.end.completed for r in before), default=0)
     how = f", which came to step {came}" if before else ", of which nothing was recorded"
-    who = f"; {ranks_text(r.rank for r in ended)} had ended in it" if ended else ""
+    who = _who(first, [r for r in failed if r not in first])
     files = sorted({r.loaded for r in now if r.loaded is not None})
     start = "; it loaded a checkpoint" if files else "; no checkpoint was seen to be loaded"
-    evidence = [Evidence(r.rank, r.steps, f"end in attempt {attempt - 1}", _end(r)) for r in (ended or before)[:8]]
+    ends = [*first, *(r for r in failed if r not in first)] or [r.end for r in before]
+    evidence = [Evidence(r.rank, r.completed, f"end in attempt {attempt - 1}", _end(r)) for r in ends[:8]]
     evidence += [Evidence(r.rank, 0, "loaded", r.loaded) for r in now if r.loaded][:1]
     return Finding(
         ranks=tuple(sorted(r.rank for r in now)), first_step=1, attempt=attempt, severity="note",
         summary=f"the job was restarted: attempt {attempt} follows attempt {attempt - 1}{how}{who}{start}",
-        last_step=max(r.steps for r in now), evidence=tuple(evidence),
+        last_step=max(r.end.completed for r in now), evidence=tuple(evidence),
         cannot_conclude=("how many of the steps before the restart had been saved",),
         next_check="why the attempt before ended (RANK_FAILED), and whether all state came back (RESUME_INCOMPLETE)",
     )  # fmt: skip
 
 
-def _end(row: Row) -> str:
-    if row.raised:
-        return row.raised
-    if row.exit_code is None:
+def _who(first: Sequence[Ending], after: Sequence[Ending]) -> str:
+    """Who ended the attempt before; what a rank reports when its peer is gone or late says not who was first."""
+    if not first:
+        return ""
+    if first[0].weak:
+        return f"; {ranks_text(r.rank for r in [*first, *after])} had ended in it, and which of them first is not known"
+    followed = f", {ranks_text(r.rank for r in after)} fell afterwards" if after else ""
+    return f"; {ranks_text(r.rank for r in first)} had failed in it with {first[0].subject}{followed}"
+
+
+def _end(end: Ending) -> str:
+    if end.kind:
+        return end.type
+    if end.exit_code == NOT_SEEN:
         return "not seen"
-    return f"exit code {row.exit_code}{', stopped by the launcher' if row.stopped else ''}"
+    return f"{cause_of(end.exit_code)}{', stopped by the launcher' if end.stopped else ''}"

@@ -144,3 +144,21 @@ def test_growth_of_other_ranks_or_beside_a_note_speaks_for_itself() -> None:
     leak = _f((1,), 1, severity="warning")
     for limit in (_f((2,), 1, severity="warning"), _f((0, 1), 1, severity="note"), _f((1,), 1, attempt=1)):
         assert _severities(("MEMORY_LEAK", leak), ("OOM_PRECURSOR", limit))["MEMORY_LEAK"] == "warning"
+
+
+# -------------------------------------------------------- ranks that ended for want of memory
+
+
+@pytest.mark.parametrize("short", [[(0, 1)], [(0,), (1,)]])
+def test_ranks_that_ran_out_of_memory_speak_for_their_end(short: list[tuple[int, ...]]) -> None:
+    found = followers_to_notes([*(("OOM", _f(r, 9)) for r in short), ("RANK_FAILED", _f((0, 1), 9))])
+    assert [(c, f.severity) for c, f in found] == [*(("OOM", "critical") for _ in short), ("RANK_FAILED", "note")]
+    assert found[-1][1].summary == "follows OOM at step 9: differs"
+
+
+@pytest.mark.parametrize(
+    "other", [{"ranks": (1, 2)}, {"ranks": (0,)}, {"attempt": 1}, {"severity": "warning", "evidence_state": "INFERRED"}]
+)
+def test_memory_of_another_rank_or_attempt_or_a_caught_failure_speaks_for_no_end(other: dict[str, object]) -> None:
+    short = _f(**({"ranks": (2,), "step": 9} | other))  # type: ignore[arg-type]
+    assert _severities(("OOM", short), ("RANK_FAILED", _f((0, 2), 9)))["RANK_FAILED"] == "critical"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
-from kit.job import Job, job, run
+from kit.job import BIN, Job, job, run
 
 TRAIN = """
 import datetime, os, signal, sys, time
@@ -23,6 +26,11 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 own = torch.Generator().manual_seed(100 + rank)
 
+def spin():
+    os.write(1, b"spins\\n")
+    while True:
+        pass
+
 def wait_for_file():
     os.write(1, f"pid {os.getpid()}\\n".encode())
     while not os.path.exists("never"):
@@ -31,6 +39,8 @@ def wait_for_file():
 for step in range(1, 31):
     if (how, rank, step) == ("file", 1, 12):
         wait_for_file()
+    if (how, rank, step) == ("spin", 1, 12):
+        spin()
     if how == "pause" and step == 12:
         time.sleep(8 if rank == 0 else 0)
     optimizer.zero_grad()
@@ -58,6 +68,28 @@ def test_a_wait_that_torchs_own_timeout_ends_names_the_rank_that_did_not_come(tm
     assert (found["ranks"], found["first_step"], found["severity"]) == ([1], 12, "critical"), ended
     assert "wait_for_file" in found["summary"]
     assert {i["severity"] for i in ended.found("RANK_FAILED")} <= {"warning"}
+
+
+def test_a_rank_that_spins_is_named_with_its_place_while_the_job_hangs(tmp_path: Path) -> None:
+    running = Job(tmp_path / "job", program("spin", 600.0, stall_s=3.0))
+    try:
+        running.until(lambda out: "spins" in out)
+        deadline = time.monotonic() + 120
+        while not (found := _hangs(running)) and time.monotonic() < deadline:
+            time.sleep(1.0)
+    finally:
+        running.kill()
+        running.finish()
+    assert [(f["ranks"], f["first_step"], f["severity"]) for f in found] == [([1], 12, "warning")]
+    assert "rank 1 is running, not blocked, and did not arrive: job.py:" in found[0]["summary"]
+    assert "ranks 0, 2 have issued all_reduce" in found[0]["summary"]
+    assert "rank 1 has not" in found[0]["summary"]
+
+
+def _hangs(running: Job) -> list[dict[str, Any]]:
+    (folder,) = running.store.iterdir()
+    said = subprocess.run([str(BIN / "tdbg"), "verdicts", "--json", str(folder)], capture_output=True, text=True)
+    return [i for i in json.loads(said.stdout)["incidents"] if i["reason_code"] == "HANG"]
 
 
 def test_a_job_that_is_stopped_in_mid_training_hangs_nowhere(tmp_path: Path) -> None:

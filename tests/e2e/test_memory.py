@@ -65,3 +65,7 @@ def test_an_allocation_that_fails_names_rank_step_and_request(tmp_path: Path) ->
     assert (found["ranks"], found["first_step"], found["severity"]) == ([1], 31, "critical")
     said = {e["metric"]: e["value"] for e in found["evidence"]}
     assert said["asked for"] == "256 MiB"
+    assert ended.alarms == [found]  # the rank's end follows it
+    (end,) = ended.found("RANK_FAILED")
+    assert (end["ranks"], end["severity"]) == ([1], "note")
+    assert end["summary"].startswith("follows OOM at step 31: ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tdbg.launcher import dumps, stalls
+from tdbg.launcher import dumps, flights, stalls
 from tdbg.launcher.node.process import Work
 from tdbg.launcher.processes import Folder
 from tdbg.launcher.stalls import Stalls
@@ -211,6 +211,43 @@ def test_ranks_that_are_about_to_be_stopped_give_a_last_stack(node: Callable[...
     n.stalls.write()
     assert [(r["event"], r["samples"], r["window_ns"]) for r in n.rows()] == [("stopping", 1, 0)] * 2
     assert len(n.rows("stack")) == 2
+
+
+def test_each_rank_is_asked_once_a_stall_what_it_issued_last(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = node()
+    asked: list[Path] = []
+    rows = '[[3, [7, -1], ["0", [0, 1], "barrier", "", "a.py:3 f", "", "call"]]]'
+
+    def ask(folders: Iterable[Path]) -> list[Path]:
+        several = list(folders)
+        asked.extend(several)
+        (several[0] / flights.ANSWER).write_text(rows)
+        (several[1] / flights.ANSWER).write_text("[[3,")  # half an answer
+        return several
+
+    monkeypatch.setattr(flights, "ask", ask)
+    for step in range(1, 4):
+        n.step(step, 1.0)
+    n.wait(100)
+    assert asked == [f.path for f in n.folders]
+    assert {(r["rank"], r["look"], r["told"]) for r in n.rows()} == {
+        (0, 1, True), (1, 1, False), (0, 2, True), (1, 2, False)}  # fmt: skip
+    assert [(r["rank"], r["step"], r["op"], r["position"]) for r in n.rows("collective")] == [(0, 3, "barrier", 7)]
+    n.step(4, 1.0)
+    n.wait(400)  # three times the pause that was got over
+    assert len(asked) == 4
+
+
+def test_a_late_answer_to_an_earlier_question_is_none_to_the_next(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / flights.FIFO)
+    reader = os.open(tmp_path / flights.FIFO, os.O_RDWR | os.O_NONBLOCK)
+    (tmp_path / flights.ANSWER).write_text("[]")
+    assert flights.wait(flights.ask([tmp_path]), 0.05) == set()
+    (tmp_path / flights.ANSWER).write_text("[]")
+    assert flights.wait([tmp_path], 0.05) == {tmp_path}
+    os.close(reader)
 
 
 def test_work_of_a_real_process_is_told_from_sleep() -> None:

@@ -113,3 +113,27 @@ def test_too_few_samples_or_ranks_are_no_evidence() -> None:
     rows = held(lambda s: 250)
     rows.connection.execute("UPDATE memory SET anon_bytes = -1")
     assert judge(rows) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+@pytest.mark.parametrize(
+    ("status", "passes", "told"), [("running", 1, False), ("running", 2, True), ("finished", 1, True)]
+)
+def test_within_the_first_pass_of_a_run_that_goes_on_a_cache_may_be_filling(
+    status: str, passes: int, told: bool
+) -> None:
+    rows = held(lambda s: 250 + 2 * s)
+    for rank in range(3):
+        for iterator in range(passes):
+            rows.add("loader", rank=rank, iterator=iterator, batches=100)
+        for step in range(1, 81):
+            rows.add("batch", rank=rank, step=step, index=step - 1)
+    outcomes, found = rows.judge(memory_leak, world_size=3, status=status)
+    assert bool(found) == told
+    assert told or outcomes["MEMORY_LEAK"] == "INSUFFICIENT_EVIDENCE"
+
+
+def test_the_device_keeps_no_cache_of_data_that_nobody_sees() -> None:
+    rows = held(lambda s: 250)
+    rows.connection.execute(f"UPDATE memory SET cuda_allocated_bytes = {1000 * MIB} + step * {5 * MIB} WHERE rank = 2")
+    rows.add("loader", rank=2, batches=100).add("batch", rank=2, step=1)
+    assert [f.ranks for _, f in rows.judge(memory_leak, world_size=3, status="running")[1]] == [(2,)]

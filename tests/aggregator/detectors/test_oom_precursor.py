@@ -183,3 +183,42 @@ def test_other_processes_on_the_device_are_named_and_take_from_its_room() -> Non
 def test_device_memory_that_nears_its_end() -> None:
     _, found = judge(device(cuda_allocated_bytes=f"{20 * GIB} + step * {700 << 20}"), 3)
     assert [(f.ranks, f.subject) for f in found] == [((1,), "device memory")]
+
+
+# ---------------------------------------------------------------- within the first pass over the data
+
+
+def reading(rows: Rows, batches: int, until: int = 60, passes: int = 1, grad: bool = True) -> Rows:
+    """Both ranks read one batch a step."""
+    for rank in (0, 1):
+        for iterator in range(passes):
+            rows.add("loader", rank=rank, iterator=iterator, batches=batches)
+            for index in range(min(batches, until)):
+                rows.add("batch", rank=rank, step=index + 1, index=index, iterator=iterator, grad_enabled=grad)
+    return rows
+
+
+def live(rows: Rows, status: str = "running") -> tuple[str, list[Finding]]:
+    outcomes, found = rows.judge(oom_precursor, world_size=2, status=status)
+    return outcomes["OOM_PRECURSOR"], [f for _, f in found]
+
+
+def test_growth_that_may_be_a_cache_of_data_still_to_come_waits_for_the_end_of_the_first_pass() -> None:
+    growth = lambda s: 200 + 10 * s  # noqa: E731  full at step 80
+    assert live(reading(grow(growth), batches=70)) == ("INSUFFICIENT_EVIDENCE", [])
+
+
+@pytest.mark.parametrize(
+    ("batches", "passes", "grad", "status"),
+    [(200, 1, True, "running"), (30, 2, True, "running"), (60, 1, True, "running"), (70, 1, False, "running"),
+     (-1, 1, True, "running"), (70, 1, True, "killed"), (70, 1, True, "finished")],
+)  # fmt: skip
+def test_growth_that_outruns_the_pass_or_goes_on_after_it_is_told(
+    batches: int, passes: int, grad: bool, status: str
+) -> None:
+    rows = reading(grow(lambda s: 200 + 10 * s), batches, passes=passes, grad=grad, until=60 if batches > 0 else 0)
+    assert [f.severity for f in live(rows, status)[1]] == ["warning"]
+
+
+def test_usage_that_is_near_the_limit_already_is_told_at_once() -> None:
+    assert live(reading(grow(lambda s: 380 + 10 * s), batches=70))[1]
