@@ -10,7 +10,8 @@ FIRST_PASS: Final = """
 opened AS (
     SELECT rank, attempt, loader, max(iterator) AS last, any_value(batches) AS batches FROM loader GROUP BY ALL
 ), going AS (
-    SELECT o.rank, o.attempt, o.loader, o.batches, min(b.step) AS began, max(b.step) AS newest, max(b.index) + 1 AS given
+    SELECT o.rank, o.attempt, o.loader, o.batches, min(b.step) AS began, max(b.step) AS newest,
+           max(b.index) + 1 AS given
     FROM opened o JOIN batch b ON o.rank = b.rank AND o.attempt = b.attempt AND o.loader = b.loader
     WHERE o.last = 0 AND o.batches > 0 GROUP BY ALL
     HAVING bool_or(b.grad_enabled) AND max(b."end") = '' AND max(b.index) + 1 < o.batches

@@ -4,8 +4,8 @@ device shows that it is short: its allocator flushes, has fragments only, or pea
 Reads     memory, proc, host, gpu_proc, identity, step, loader, batch
 Says      the limit, usage, growth per step, the projected step, the ranks that grow; flushes, fragmentation, headroom,
           and other processes on the device
-Unknown   no limit seen, or fewer than 20 steps since it was; while it trains, growth within the first pass over the data
-          that does not reach the limit before its end: a cache may be filling
+Unknown   no limit seen, or fewer than 20 steps since it was; while it trains, growth within the first pass over the
+          data that does not reach the limit before its end: a cache may be filling
 Blind to  a single allocation that is larger than what is left; fragments of other allocators than torch's own
 """
 
@@ -89,7 +89,8 @@ SELECT j.kind, j.attempt, j.place, coalesce(n.node, 0), j.ceiling, j.lows, j.ste
 FROM (SELECT * FROM judged UNION ALL SELECT * FROM short) j
 LEFT JOIN node n ON n.rank = j.place AND n.attempt = j.attempt
 LEFT JOIN pressure p ON p.rank = j.place AND p.attempt = j.attempt AND j.kind = 'device memory'
-LEFT JOIN (SELECT rank, attempt, ends FROM first_pass UNION ALL SELECT -1, attempt, max(ends) FROM first_pass GROUP BY ALL) f
+LEFT JOIN (SELECT rank, attempt, ends FROM first_pass UNION ALL
+           SELECT -1, attempt, max(ends) FROM first_pass GROUP BY ALL) f
     ON f.attempt = j.attempt AND f.rank = CASE WHEN j.kind = 'device memory' THEN -2
                                                WHEN j.kind IN ('cgroup memory', 'physical memory') THEN -1
                                                ELSE j.place END
