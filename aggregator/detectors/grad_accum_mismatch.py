@@ -67,11 +67,10 @@ WITH part AS (
            w.discarded > 0 AS wasted, w.discarded > 0 AND w.passes > 1 AS wasted_end
     FROM whole w JOIN usual u USING (rank, attempt) LEFT JOIN of_pass p USING (rank, attempt, pass)
 ), steady AS (  -- what is told again in between is a schedule, or the next of several trainings in one process
-    SELECT rank, attempt, source, max(value)::INTEGER AS value FROM declared
-    WHERE key = 'gradient_accumulation_steps'
-    GROUP BY rank, attempt, source HAVING min(value) = max(value)
-    WINDOW of_run AS (PARTITION BY rank, attempt)
-    QUALIFY max(max(step)) OVER of_run = min(min(step)) OVER of_run
+    SELECT rank, attempt, source, max(value)::INTEGER AS value FROM (
+        SELECT *, max(step) OVER w > min(step) OVER w AS again FROM declared
+        WHERE key = 'gradient_accumulation_steps' WINDOW w AS (PARTITION BY rank, attempt)
+    ) WHERE NOT again GROUP BY rank, attempt, source HAVING min(value) = max(value)
 ), declared_one AS (  -- a trainer tells what it sits on as well, or keeps it to itself
     SELECT rank, attempt, max(value) AS value, arg_max(source, value) AS source FROM steady GROUP BY ALL
 )
@@ -83,7 +82,8 @@ SELECT j.rank, j.attempt, count(*), coalesce(max(usual), 0), max(windows), coale
        arg_min(discarded, step) FILTER (wasted), max(step) FILTER (wasted), min(step) FILTER (wasted_end),
        max(d.value), any_value(d.source),
        min(step) FILTER (inner_one AND n <> d.value AND backwards <> d.value OR n = 0 AND backwards <> d.value),
-       count(*) FILTER (inner_one AND n <> d.value AND backwards <> d.value OR n = 0 AND backwards <> d.value)
+       count(*) FILTER (inner_one AND n <> d.value AND backwards <> d.value OR n = 0 AND backwards <> d.value),
+       min(step) FILTER (inner_one OR n = 0)
 FROM judged j LEFT JOIN declared_one d ON d.rank = j.rank AND d.attempt = j.attempt
 GROUP BY j.rank, j.attempt ORDER BY j.attempt, j.rank
 """
@@ -118,6 +118,7 @@ class Row(NamedTuple):
     source: str | None
     against: int | None  # first step of another number than the declared one
     againsts: int
+    first: int | None  # step of the first window that could keep to it
 
 
 Judge = Callable[[Sequence[Row]], "Finding | None"]
@@ -159,9 +160,12 @@ def _said(hit: Sequence[Row], first: int, last: int, severity: Severity, what: s
 
 
 def _declared(rows: Sequence[Row]) -> Finding | None:
-    """The program told its framework one number and steps after another."""
+    """The program told its framework one number and steps after another.
+
+    From the start: where the first windows keep to it, what comes later may be another training of the same process.
+    """
     hit = [r for r in rows if r.declared is not None and r.declared > 1 and r.against is not None
-           and r.counted >= 3 and 2 * r.againsts > r.counted]  # fmt: skip
+           and r.against == r.first and r.counted >= 3 and 2 * r.againsts > r.counted]  # fmt: skip
     if not hit:
         return None
     r = hit[0]

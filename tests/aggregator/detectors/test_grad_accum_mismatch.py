@@ -103,6 +103,19 @@ def test_what_one_training_was_told_is_not_held_against_the_next_one_in_the_proc
     assert _found(rows, "CLEAR") == []
 
 
+def test_a_source_that_told_several_numbers_says_that_there_were_several_trainings() -> None:
+    rows = _rows([*_passes(1, 4), *_passes(1, 12, size=1)], declared=4.0)
+    for rank in range(2):
+        for step, value in ((1, 1.0), (5, 3.0), (9, 1.0)):
+            rows.add("declared", rank=rank, step=step, value=value, source="Other", key="gradient_accumulation_steps")
+    assert _found(rows, "CLEAR") == []
+
+
+def test_a_loop_of_its_own_after_a_training_that_kept_to_its_number() -> None:
+    windows = [*_passes(1, 4), *[[1 + n] for n in range(12)]]
+    assert _found(_rows(windows, declared=4.0, batches=False), "CLEAR") == []
+
+
 def test_leftovers_that_are_thrown_away() -> None:
     windows = [[0] * 4] * 5 + [[0, 0, 1, 1, 1, 1]] + [[1] * 4] * 5
     (found,) = _found(_rows(windows, discarded={6: 2}))
