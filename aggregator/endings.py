@@ -23,6 +23,12 @@ COMMUNICATION = re.compile(
 )
 # Of these, what it reports when its peer is late rather than gone.
 TIMED_OUT = re.compile(r"timed out|time-?out|watchdog caught", re.IGNORECASE)
+# And what it reports only when a peer's process or socket is gone: that peer went before.
+GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process (has )?(exited|terminated)|"
+    r"peer.{0,20}(closed|unreachable|exited)",
+    re.IGNORECASE,
+)
 COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError",
                                  "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"})  # fmt: skip
 INTERRUPTS = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -88,6 +94,11 @@ class Ending(NamedTuple):
         return not self.kind and self.exit_code == -signal.SIGABRT  # the communication library's watchdog aborts
 
     @property
+    def left_alone(self) -> bool:
+        """Its own exception says that a peer had gone before."""
+        return self.weak and bool(GONE.search(self.message))
+
+    @property
     def step(self) -> int:
         return max(1, self.failed_step or self.completed + 1)
 
@@ -102,7 +113,8 @@ def failed_first(failed: Sequence[Ending]) -> list[Ending]:
     """Of ranks that failed, in order of time: the first that did so of itself, and those that failed like it."""
     # an exception of its own counts even while torchrun stops the group; an exit in a SIGTERM handler doesn't
     own = [r for r in failed if (r.kind == "exception" and not r.interrupted) or not r.stopped]
-    strong = [r for r in own if not r.weak] or own
+    # a peer's abort may be stamped after the exceptions of those that it left alone
+    strong = [r for r in own if not r.weak] or [r for r in own if not r.left_alone] or own
     return [r for r in strong if r.subject == strong[0].subject and r.step == strong[0].step]
 
 

@@ -137,6 +137,17 @@ def test_communication_errors_alone_blame_nobody_for_sure() -> None:
     assert any("1 rank(s) whose end was not seen" in c for c in f.cannot_conclude)
 
 
+def test_an_abort_comes_before_the_errors_of_those_that_it_left_alone_whatever_the_clocks_say() -> None:
+    rows = Rows()
+    for rank, at in ((0, 5.0), (2, 5.1)):
+        raised(rows, rank, "RuntimeError", "gloo/transport/tcp/pair.cc: Connection closed by peer [127.0.0.1]:4", at)
+        ended(rows, rank, 1, at + 1)
+    ended(rows, 1, -6, 5.2)
+    (f,) = judge(rows)[1]
+    assert (f.ranks, f.severity, f.subject) == ((1,), "warning", "SIGABRT")
+    assert "ranks 0, 2 fell afterwards" in f.summary
+
+
 def test_peers_that_lose_their_connection_while_the_job_is_stopped_are_no_failures() -> None:
     rows = Rows()
     raised(rows, 0, "RuntimeError", "Connection reset by peer", 5.0)
