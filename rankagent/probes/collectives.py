@@ -183,11 +183,14 @@ class Calls:
         if ranks is None:
             return None
         group = self._named[name] = self._groups.setdefault((name, ranks), Group(name, ranks))
+        self._listen()
+        return group
+
+    def _listen(self) -> None:
+        """Let the launcher ask. On a disk without FIFOs it can't; all else goes on."""
         if self._unlisten is None:
-            # on a disk without FIFOs the launcher can't ask; all else goes on
             undo = guard.attempt(lambda e: None, asked.listen, self.agent.recorder.folder, self.answer)
             self._unlisten = undo or (lambda: None)
-        return group
 
     def _reduction(self, op: Any) -> str:
         kind = getattr(op, "op", op)
@@ -210,6 +213,8 @@ class Calls:
         self._steps.append((time.time_ns(), info.step))
         self._rows = 0
         self._write_counts(info.step)
+        if self._unlisten is None and torchprivate.group_ranks(self.agent.torch):
+            self._listen()  # a wrapper's collectives come from C++: its recorder has them
 
     def _write_counts(self, step: int) -> None:
         for group in list(self._groups.values()):
