@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pkgutil
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +17,8 @@ import pytest
 
 from kit.rows import Rows
 from kit.runs import write_run
-from tdbg.aggregator.cli import main
+from tdbg.aggregator import commands
+from tdbg.aggregator.cli import COMMANDS, load, main, parser
 
 Copy = Callable[[str], Path]
 EVIL = "evil\x1b[2J\x1b]0;title\x07\u202e[bold red]name"
@@ -249,3 +253,21 @@ def test_reading_a_sealed_run_imports_neither_pyarrow_nor_rich_nor_torch(templat
     done = subprocess.run([sys.executable, "-c", code, "verdicts", str(templates / "healthy"), "--summary"],
                           capture_output=True, text=True)  # fmt: skip
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_command_file_is_a_command() -> None:
+    assert sorted(m.name for m in pkgutil.iter_modules(commands.__path__)) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_examples_that_its_parser_takes(name: str, capsys: Any) -> None:
+    _, examples, lines = (inspect.getdoc(load(name)) or "").partition("Examples:\n\n")
+    assert examples
+    for line in lines.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert program == "tdbg"
+        assert parser().parse_args(words).command is load(name)
+    with pytest.raises(SystemExit) as e:
+        main([name, "--help"])
+    assert e.value.code == 0
+    assert lines in capsys.readouterr().out
