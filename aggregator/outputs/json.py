@@ -9,6 +9,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from ..compare import Comparison
+from ..diagnose import Diagnosis
 from ..findings import Incident, Verdict
 from ..metrics import MetricRow
 from ..ranks import RankRow
@@ -65,6 +66,19 @@ def incident(i: Incident) -> dict[str, Any]:
         "evidence": [asdict(e) for e in f.evidence],
         "cannot_conclude": list(f.cannot_conclude), "next_check": f.next_check,
     }  # fmt: skip
+
+
+def diagnosis(d: Diagnosis) -> dict[str, Any]:
+    """The object of `tdbg diagnose --json`: every mode, in the order in which to read them."""
+    return {**_head("tdbg.diagnose/1", d.verdict), "outcome": d.outcome, "why": d.why, "modes": [
+        {"mode": m.mode.name, "state": m.state, "incidents": [incident(i) for i in m.incidents],
+         "notes": [incident(i) for i in m.notes],
+         "excluded": [{"reason_code": r.reason_code, "checked": {"steps": r.checked.steps, "ranks": r.checked.ranks}}
+                      for r in m.excluded],
+         "unknown": [{"reason_code": r.reason_code, "why": r.why} for r in m.unknown],
+         "cannot_conclude": list(m.cannot_conclude), "next_checks": list(m.next_checks)}
+        for m in d.modes
+    ]}  # fmt: skip
 
 
 def timeline(v: Verdict, events: Sequence[Event]) -> dict[str, Any]:

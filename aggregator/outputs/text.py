@@ -48,12 +48,12 @@ def incident(i: Incident, most: int = 1000) -> str:
     """One incident in full, or with its first `most` lines of evidence."""
     f = i.finding
     lines = [f"{i.reason_code}  {f.severity}  {f.evidence_state}  [{i.id}]", f"  {clean(f.summary)}",
-             f"  {ranks_text(f.ranks)}, {_when(f)}" + (f", {clean(f.subject)}" if f.subject else "")]  # fmt: skip
+             f"  {ranks_text(f.ranks)}, {when(f)}" + (f", {clean(f.subject)}" if f.subject else "")]  # fmt: skip
     for e in f.evidence[:most]:
         who = "" if e.rank is None else f"rank {e.rank} "
-        when = "" if e.step is None else f"step {e.step} "
+        at = "" if e.step is None else f"step {e.step} "
         expected = f" (expected {clean(e.expected)})" if e.expected else ""
-        lines.append(f"  {who}{when}{clean(e.metric)} = {clean(e.value)}{expected}")
+        lines.append(f"  {who}{at}{clean(e.metric)} = {clean(e.value)}{expected}")
     if len(f.evidence) > most:
         lines.append(f"  ... {len(f.evidence) - most} more: tdbg incident RUN {i.id}")
     lines += [f"  not known: {clean(c)}" for c in f.cannot_conclude]
@@ -82,7 +82,7 @@ def heading(v: Verdict) -> str:
 def found(v: Verdict) -> list[str]:
     """A line per incident, the gravest first, or what stands behind there being none."""
     if v.incidents:
-        return [f"{i.finding.severity}: {i.reason_code}, {ranks_text(i.finding.ranks)}, {_when(i.finding)}: "
+        return [f"{i.finding.severity}: {i.reason_code}, {ranks_text(i.finding.ranks)}, {when(i.finding)}: "
                 f"{clean(i.finding.summary)}" for i in v.incidents]  # fmt: skip
     clear = sum(r.outcome == "CLEAR" for r in v.verdicts)
     unsure = sum(r.outcome == "INSUFFICIENT_EVIDENCE" for r in v.verdicts)
@@ -167,7 +167,8 @@ def moment(ns: int | None) -> str:
         return "-"
 
 
-def _when(f: Finding) -> str:
+def when(f: Finding) -> str:
+    """From which step on, and since when it may have been so."""
     attempt = f" of attempt {f.attempt}" if f.attempt else ""
     if f.first_step is None:
         return f"from the start{attempt}"
