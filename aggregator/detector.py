@@ -1,6 +1,6 @@
 """What a detector is, how the folder of them is found and checked, and how one is run.
 
-A detector is a module in `detectors/` with a docstring (labels Reads, Says, Unknown, Blind to) and
+A detector is a module in `detectors/` with a docstring (labels Reads, Says, Unknown, Blind to, Do) and
 
     CODE      reason code(s): a str, or a tuple of str for a tight family
     NEEDS     {table: fewest ranks that must have rows in it}; fewer means INSUFFICIENT_EVIDENCE before the query runs
@@ -25,7 +25,7 @@ import duckdb
 
 from .findings import Abstention, Checked, Finding, RuleVerdict
 
-LABELS = ("Reads", "Says", "Unknown", "Blind to")
+LABELS = ("Reads", "Says", "Unknown", "Blind to", "Do")
 NAMES = ("CODE", "NEEDS", "PARAMS", "SQL", "Row", "findings")
 
 
@@ -67,7 +67,7 @@ def load_one(name: str) -> ModuleType:
     """One module of `detectors/`. Raises TypeError that names the file when it lacks a part of the contract."""
     module = importlib.import_module(f"{__package__}.detectors.{name}")
     missing = [n for n in NAMES if not hasattr(module, n)]
-    missing += [f"the docstring label {label!r}" for label in LABELS if f"\n{label}" not in (module.__doc__ or "")]
+    missing += [f"the docstring label {label!r}" for label in LABELS if f"\n{label} " not in (module.__doc__ or "")]
     if missing:
         raise TypeError(f"{module.__file__}: a detector needs {', '.join(missing)}")
     return module

@@ -30,5 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if len(fitting) != 1:
         known = ", ".join(i.id for i in v.incidents) or "none"
         raise WrongUse(f"{len(fitting) or 'no'} incident of {v.run} begins with {args.id!r}", f"there are: {known}")
-    show(args, lambda json: json.one_incident(v, fitting[0]), lambda: text.incident(fitting[0]))
+    show(
+        args,
+        lambda json: json.one_incident(v, fitting[0]),
+        lambda: f"{text.incident(fitting[0])}\n  more: tdbg explain {fitting[0].reason_code}",
+    )
     return gate(args, fitting)

@@ -4,6 +4,9 @@ Reads     step, loss
 Says      the ranks, from which step on, how many updates were lost, the scale of each
 Unknown   no loss scaler was in use; fewer steps than it takes to settle
 Blind to  fused optimizers on an accelerator, where whether a step was skipped stays on the device
+Do        `tdbg timeline RUN` shows the scale by step. Skips that never end: a scaler made anew in the loop, or state
+          that was not restored with scaler.load_state_dict. Skips at any scale: the gradients are NaN without a scale
+          too; run one step in float32. Overflow now and then is how a scaler works
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Reads     buffer, tensor, step
 Says      which ranks stand apart, from which step on, which buffers, and their digests
 Unknown   no buffers; no two ranks that share one
 Blind to  statistics that each rank keeps for itself (they may differ); steps between two sweeps
+Do        look at who writes the buffer named: broadcast_buffers=False, a forward that one rank leaves out (evaluation
+          on rank 0 in train mode), or code that sets it on one rank. For batch norm over all ranks use
+          torch.nn.SyncBatchNorm
 """
 
 from __future__ import annotations

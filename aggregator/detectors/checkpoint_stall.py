@@ -4,6 +4,8 @@ Reads     phase, step
 Says      the ranks that do it, the share of the time, how often and how long each time
 Unknown   fewer than 20 steps
 Blind to  the time after the last step; checkpoints that are written by other means than torch's and safetensors'
+Do        save less often, or by torch.distributed.checkpoint.async_save; let every rank write its own shards;
+          evaluate on all ranks and on a part of the data. `tdbg metrics RUN` has the time of each step
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     clip, loss, step
 Says      the ranks, the first such step, the threshold and what it came to after unscaling
 Unknown   no gradient was clipped while a loss scaler was in use
 Blind to  norms clipped by hand; several optimizers of which only some were unscaled in a step
+Do        call scaler.unscale_(optimizer) between backward() and clip_grad_norm_; a trainer's own clipping option does
+          so by itself
 """
 
 from __future__ import annotations

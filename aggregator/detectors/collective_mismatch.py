@@ -5,6 +5,9 @@ Says      the first position at which operation, size, type, reduction or root d
           side's call site; calls that a rank left out; call sites that a rank goes through in another order
 Unknown   groups of which a single rank was recorded; two ranks that crossed two call sites from their first step on
 Blind to  point-to-point; what C++ issued in a job that did not fail; the same calls from other lines in another order
+Do        go to the two call sites named and look for the branch on the rank, on data or on a time between them: every
+          rank of a group must issue the same calls in the same order. TORCH_DISTRIBUTED_DEBUG=DETAIL checks this in a
+          short run with the nccl backend
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     making (what a data set or a collate function did inside), batch (exce
 Says      the ranks, the first step, which samples, what was given instead, the class of the exception
 Unknown   loaders whose workers did not report; handled exceptions in data whose contents are random
 Blind to  data sets of installed packages and those without Python code
+Do        look at the except clause in the data set or the collate function named, let it raise once, and mend or
+          leave out the samples listed; count what is skipped
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     batch (training passes), loader, stream (whether anything random was d
 Says      the ranks, the step of the first repeat, how many samples come from several workers
 Unknown   iterable data without ids whose contents are drawn anew each time
 Blind to  repeats from pass to pass, which are what epochs are; samples drawn with replacement
+Do        in __iter__ of an IterableDataset take each worker's part by torch.utils.data.get_worker_info(), beside the
+          rank's; of a sampler look at replacement and at the indices it gives
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the ranks that wait, the share of the time, how long a step, how many 
 Unknown   fewer than 20 steps after the first; a machine so busy that the making of batches had to wait for cores
 Blind to  waits below 10 ms a step; data that no torch DataLoader gives; on a device, in steps that were not watched,
           waits that its queue of work hides
+Do        more num_workers, persistent_workers=True, prefetch_factor; move decoding out of __getitem__; read one batch
+          again and again: if steps are as fast as then, data was the limit
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Says      the module, the ranks, the operation behind which nothing varies, the 
 Unknown   fewer than 20 looks at a module of which all gave the same; outputs that were not looked at
 Blind to  dead units of a living module; modules that give one output and pass gradients on; what becomes constant after
           the first 32 steps; activations that stay at exactly 1; all that the outputs probe is blind to
+Do        look at the input of the module named: scale of the layer before, its bias, the learning rate of the first
+          steps; ReLU units that are below zero for every sample never come back, so begin again with a smaller rate
+          or another activation
 """
 
 from __future__ import annotations

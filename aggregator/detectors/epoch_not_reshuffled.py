@@ -4,6 +4,8 @@ Reads     loader, batch (training passes), sampler, checkpoint (what was put bac
 Says      the ranks, the first step of the repeated pass, the sampler
 Unknown   fewer than two whole passes
 Blind to  iterable data, which has no ids; orders that repeat with a period above one
+Do        call sampler.set_epoch(epoch) before each pass, also on a batch sampler's inner sampler; after a resume with
+          the epoch that goes on
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the model or the part, the ranks, and from which step on; that it was 
 Unknown   no rank recorded the mode of a model
 Blind to  parts in eval mode from the first update on, or that no evaluation read from a loader found so while the model
           itself was in train mode: they may be meant; a model in eval mode with a part in train mode
+Do        call model.train() after each evaluation and after loading; keep only the parts in eval mode that are meant
+          (frozen batch norm)
 """
 
 from __future__ import annotations

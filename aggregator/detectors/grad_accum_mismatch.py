@@ -4,6 +4,9 @@ Reads     step, batch, loader (training passes), declared
 Says      the ranks, the first such step, how many backwards it had and how many are usual or declared
 Unknown   no batches are known and nothing was declared; fewer than three whole windows
 Blind to  windows that are as long as usual and yet begin in one pass and end in the next
+Do        step at the last micro-batch of a pass, or drop it; count micro-batches over the whole loop, not by the
+          index in the pass; let the framework's own accumulation setting and the loop say the same number;
+          zero_grad() belongs behind step(), not before backward()
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     grad, delivered, param, tensor, step, optim
 Says      which ranks, from which step on, which tensors; a gradient that some ranks lack counts as different
 Unknown   only unwrapped or ignored tensors, or shards of which each rank holds its own; steps that no longer correspond
 Blind to  steps between two sweeps; a wrong value that all replicas share
+Do        call the DDP module itself in the forward, not model.module; leave no_sync() before the last micro-batch;
+          build DDP after the last parameter was added; touch gradients after the reduction the same way on every rank
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     leftover
 Says      the ranks, the first such step, how many of the looked-at updates it concerns
 Unknown   no two updates in a row were looked at
 Blind to  what the leftovers probe is blind to
+Do        call optimizer.zero_grad() once per update, on the optimizer that holds the tensors named; where the sum is
+          meant (accumulation), step once per window
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the rank, the first step, whether all its gradients or which tensor, h
 Unknown   fewer than 3 ranks: two that differ have no majority; fewer than 20 checked steps before; shards of no FSDP
 Blind to  a rank that is odd from the start; differences that lie within twice what its peers' varied by before; in
           runs of more than 2 million norms single tensors; norms that overflow half precision; steps between two passes
+Do        look at this rank's samples at the steps listed, then exchange its device: if the rank number stays odd it
+          is the data, if the device does it is the device (run its memory test)
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Says      the ranks whose own gradients show it, the tensor that stands out most
 Unknown   fewer than 32 comparable watched steps of one cadence, and no clipping call that tells the norm
 Blind to  steps between two passes; single tensors of models of which each pass sees a part, and of ranks beyond the
           first 16; tensors that hold less than a 256th of the gradient; what falls
+Do        run the step again from the last checkpoint with the samples listed; if it comes again it is the batch, else
+          look at the state of the optimizer; clip the norm
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Says      zero: the ranks whose gradients are exactly zero step after step, seen
 Unknown   fewer than 5 watched steps with gradients
 Blind to  gradients that fall little by little, as they do where training converges; single dead layers; models whose
           tensors are not registered in the order in which data passes them; a converged loss of exactly zero
+Do        look at the first layer whose gradient is gone: saturated activations, a detach(), a loss that does not
+          depend on it; normalisation or residual paths before it help where it shrinks layer by layer
 """
 
 from __future__ import annotations

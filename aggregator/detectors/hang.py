@@ -8,6 +8,9 @@ Unknown   a rank that works for less than twice the limit (the others wait for i
           ranks without a stack
 Blind to  a halt shorter than the limit that torch's own timeout did not end; a computation that does not end while no
           other rank waits for it
+Do        read the stack of the rank that did not arrive (`tdbg incident RUN ID`), at the line named; look for a
+          branch on the rank around a collective, data that ended earlier, a lock in a worker. Torch's own timeout is
+          init_process_group(timeout=...)
 """
 
 from __future__ import annotations

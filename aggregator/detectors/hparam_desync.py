@@ -5,6 +5,8 @@ Reads     optim, clip, schedule, step, tensor, probe; param, grad, delivered, lo
 Says      which ranks stand apart, which setting, its values, and from which step on
 Unknown   optimizers of different class or size on the ranks; ranks that no process group joins
 Blind to  settings kept outside param_groups; schedules that are no torch schedulers, until values differ
+Do        set schedules and settings from the same numbers on every rank: from broadcast values, never from a local
+          loss or a local clock; step the scheduler on all ranks or on none
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     identity (as it was at the first step), tensor (the models that DDP wa
 Says      the keys that differ, each rank's value, the ranks that stand apart
 Unknown   which side is meant when two ranks differ
 Blind to  keys that the identity probe does not record; settings changed after the first step
+Do        start every rank from one image, one commit and one command; set the variables named on all nodes. What may
+          differ by design (a node's name, a path) needs nothing
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Unknown   weights that were loaded: a trained model is no draw
 Blind to  weights that come from a file without torch.load, safetensors or load_state_dict; too small weights; a single
           layer that is too large; stacks that torch itself copies; layers of classes of one's own, embeddings, and all
           that the initial probe is blind to
+Do        look at the init function of the layers named; copies come from one module used in several places by
+          deepcopy, constants from zeros_ or ones_ meant for something else. Loaded weights need nothing
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ Says      the ranks, the first such log entry, the figure there and what it shou
 Unknown   no trainer's log was recorded; of the ranks' mean, losses that are not finite and ranks that are missing; in
           Lightning, figures that are no fixed multiple of the loss
 Blind to  loops that print; differences below the rounding of half precision or of the figure's own digits
+Do        compare what is logged with what backward() is called on: a mean over micro-batches against a sum, a loss of
+          one rank against the mean of all, a value multiplied by the number of ranks or the loss scale
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     loss (whether anything divided it), batch and loader (training passes)
 Says      the ranks, the first such step, how many micro-batches a step has: that many times is the gradient as large
 Unknown   no batches are known, so that several losses of one batch look the same; fewer than three such steps looked at
 Blind to  losses that are sums, or means that the program takes itself with a weight; unwatched steps
+Do        divide each micro-batch's loss by their number, or by the tokens of the whole window; or mean the sum, and
+          set the learning rate for it
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ Says      the ranks (one, if 80 % of the excess is its own), the first step outs
 Unknown   fewer than 26 comparable steps in an attempt; losses that vary so much that 40 times as much is nothing new
 Blind to  steps of an unusual batch size or number of backwards; a rise within a few times the range of the steps
           before; changes below a twentieth of the first losses
+Do        look at the samples listed first; run the step again from the last checkpoint before it; if the same samples
+          give the same loss it is the data, else the state (rate, scale, optimizer). `tdbg timeline RUN` shows what
+          changed at this step
 """
 
 from __future__ import annotations

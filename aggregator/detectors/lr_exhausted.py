@@ -4,6 +4,8 @@ Reads     optim (lr of each group, in force until it changes), step (updates), s
 Says      the optimizer, since which step, how many updates were made in vain, how fast the scheduler moved
 Unknown   fewer than three steps; lr that was not recorded as a number; several optimizers of which not all step
 Blind to  groups that had no lr from the start (frozen on purpose); schedules kept outside param_groups
+Do        give the schedule as many steps as training takes (updates, not batches; once per update; not once per
+          rank), or end training there
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     memory, tensor
 Says      the ranks, what they hold and what their peers hold, host or device
 Unknown   fewer than 10 samples; ranks without a peer that trains a model of the same size
 Blind to  memory of loader workers; what is large and shared by all; which of two ranks is the odd one
+Do        look at what only this rank keeps: gathered outputs, a model loaded onto device 0 by every process
+          (map_location), metrics that collect on rank 0, longer samples
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Says      the ranks, since which step, growth per step and in all, host or devic
 Unknown   fewer than 24 samples since the data sets' caches last grew; host memory while the first pass over the data
           goes on: a cache that nobody sees may be filling
 Blind to  a few bytes a step; what is kept once an epoch; loader workers; a limit nearby (OOM_PRECURSOR says that)
+Do        look for what holds a tensor from step to step: a loss summed without .item() or detach(), a list of
+          outputs, hooks that keep activations, retain_graph=True. torch.cuda.memory._snapshot() or tracemalloc of two
+          steps, compared, names the line
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Says      that no pass over a loader without a backward was seen, and how many s
           not take effect for it: a best model to be chosen, a training to be stopped, by a metric that never came
 Unknown   a run that goes on or failed; loops whose data comes from no loader
 Blind to  evaluation on data that reaches the model without a loader, or in another program
+Do        evaluate from time to time on data that training does not see; a run that is judged elsewhere needs nothing
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the ranks whose own gradient it was, the step, the tensor nearest to t
 Unknown   own gradients that were not seen (views of the buckets, shards of no FSDP): then the step is known, not the
           rank
 Blind to  steps between two sweeps; steps that a loss scaler skipped
+Do        run this step again on the rank named with torch.autograd.set_detect_anomaly(True); look at the tensor
+          nearest to the loss: division by a norm of zero, sqrt(0), log(0), half precision beyond 65504
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the ranks, the step, where in the batch, and the ids of the samples
 Unknown   tensors that were left out for their size
 Blind to  inputs made inside the model; without DDP or FSDP those changed after the loader while the loss is finite;
           values that are missing by design are told from faults by the loss they give
+Do        look at the samples listed in the data set itself, then at what transform and collate make of them (a
+          standard deviation of 0, a missing value read as NaN); refuse such a batch in the loader
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the ranks on which it began, at which step and micro-step, the value, 
           whether a batch of that step has no supervised label, of which a mean is NaN
 Unknown   no rank recorded a loss
 Blind to  losses that never reach backward; overflow that a loss scaler skips while it looks for its scale
+Do        look at the operation named: log or division of zero, exp of a large number, half precision; clamp there or
+          compute it in float32; if the loss grew for many steps before, it diverged: `tdbg metrics RUN loss`
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     param, tensor
 Says      the ranks, the step, the first such tensor of the catalogue and how many there are
 Unknown   no sweep over the parameters was recorded
 Blind to  steps between two sweeps; frozen parameters (a mask of -inf may be kept as one)
+Do        find the update that did it: settings and state of the optimizer at this step (eps=0, a huge rate), the
+          gradient before it; go back to the checkpoint before the step
 """
 
 from __future__ import annotations

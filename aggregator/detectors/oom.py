@@ -4,6 +4,9 @@ Reads     oom (the rank), exit, host and proc (the node's launcher), step
 Says      rank, phase, step, bytes asked for and in use, holders by kind, batch shapes, kernel kills
 Unknown   ranks whose end nobody saw; whether SIGKILL was the kernel's, unless its counter of kills rose
 Blind to  failed allocations on the host that the program caught
+Do        smaller batches or sequences, activation checkpointing, a sharded optimizer; `tdbg incident RUN ID` says
+          what held the memory; reserved far above allocated is fragmentation:
+          PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; a kill by the kernel is host memory: fewer loader workers
 """
 
 from __future__ import annotations

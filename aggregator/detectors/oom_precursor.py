@@ -7,6 +7,8 @@ Says      the limit, usage, growth per step, the projected step, the ranks that 
 Unknown   no limit seen, or fewer than 20 steps since it was; while it trains, growth within the first pass over the
           data that does not reach the limit before its end: a cache may be filling
 Blind to  a single allocation that is larger than what is left; fragments of other allocators than torch's own
+Do        it has not happened yet: save a checkpoint, then look at what grows (`tdbg metrics RUN`), as for
+          MEMORY_LEAK; or raise the limit before the step named
 """
 
 from __future__ import annotations

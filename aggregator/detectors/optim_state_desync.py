@@ -4,6 +4,8 @@ Reads     optim_state, optim_loaded, tensor, param, grad, delivered, loss, step,
 Says      which ranks stand apart, which state of which parameters, from which step on, and who had loaded state then
 Unknown   parameters without a wrapper whose ranks are not shown to train one model; steps that no longer correspond
 Blind to  what the optimizer_state probe is blind to; a difference in a part of a large tensor between its windows
+Do        load or reset the optimizer's state on every rank, or none; after a resume load the same file everywhere; a
+          step that some ranks skipped (scaler, an exception) leaves counters apart
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Says      which ranks stand apart, from which step on, which tensors, and their 
 Unknown   no two ranks that share a tensor; steps that no longer correspond; models maybe split by hand; tensors that
           FSDP leaves out and that differ from the start
 Blind to  steps between two sweeps; shards that no other rank holds
+Do        look at what wrote the tensors named at the step named on these ranks only: an update outside DDP, a load on
+          one rank, an in-place change; broadcast parameters from one rank and begin again from the last step that was
+          equal
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Says      the parameters and ranks, and which of it they lack: a gradient at all
           update that changes their bits
 Unknown   fewer than 20 updates of the others; large tensors between the first and the last sweep
 Blind to  parameters that weight decay or somebody else changes although no gradient reaches them
+Do        look whether the tensor is used in the forward at all, is frozen by a rate of 0, or is replaced after the
+          optimizer was built; find_unused_parameters=True hides an unused branch; low precision loses updates smaller
+          than one bit of the weight
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      the parameters, the ranks, the step of the first gradient; how often t
 Unknown   fewer than 3 steps with a gradient, or at which held parameters of the same model changed
 Blind to  parameters that something other than an optimizer changes; models of which no optimizer holds anything;
           windows of large tensors between the first and the last sweep
+Do        build the optimizer after the last module was added, from model.parameters(), or add the tensors named with
+          optimizer.add_param_group
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Reads     exit (the node's launcher), failure and event (the rank), step
 Says      the rank that failed first, the step in progress, exception or signal, who fell afterwards
 Unknown   ranks whose end nobody saw; who sent a signal; who is to blame when all report communication errors
 Blind to  a rank that hangs without ending
+Do        read the exception and its frames (`tdbg incident RUN ID`); the rank named failed first, errors of its peers
+          are what they got for waiting. A signal 9 without an exception: the kernel's or a scheduler's, look at
+          memory and at its log
 """
 
 from __future__ import annotations

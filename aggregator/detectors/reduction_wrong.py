@@ -6,6 +6,9 @@ Says      which rank's part is missing or counted otherwise, else which tensors 
 Unknown   own gradients of some replica not seen; reductions of the program's own that no common factor describes;
           shards that are not one piece of their tensor, or were added to an earlier reduction
 Blind to  steps between two passes; elements outside the step's windows; faults below the rounding of the wire's dtype
+Do        look at the communication hook, at the process group that DDP was given, at a divisor of your own; a rank
+          whose part is missing reduced something else; two runs that differ here with equal inputs point at the
+          transport
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     step, exit (the node's launcher), failure, checkpoint
 Says      the attempt, how far the one before had come, who ended how there, whether a checkpoint was loaded
 Unknown   runs of which nothing was recorded, or that lack ranks
 Blind to  a job that a scheduler or a person starts anew: that is another run
+Do        `tdbg timeline RUN` shows which rank ended before; see that training went on from a checkpoint and not from
+          the start (RESUME_INCOMPLETE)
 """
 
 from __future__ import annotations

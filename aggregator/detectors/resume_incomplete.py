@@ -5,6 +5,8 @@ Says      which parts did not come back on which ranks, at which step, what the 
 Unknown   weights of a checkpoint loaded alone, with nothing that shows a resume; runs of one update after it
 Blind to  what the checkpoints probe is blind to; ranks that get everything from another one; schedules without a torch
           scheduler; the place within an epoch
+Do        save and load all of: model, optimizer, scheduler, scaler, random state, step and sampler epoch; then lay
+          the resumed run beside the uninterrupted one: `tdbg compare A B`
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Reads     rng (digests and who drew), stream (workers), grad (stage local) and l
 Says      the ranks and streams; a warning where data comes from them, so that ranks compute the same gradient
 Unknown   ranks that no wrapper joins; runs that end before step 3
 Blind to  streams of devices; generators that user code makes for itself in the rank's own process
+Do        seed streams that must differ by rank (seed + rank) for dropout and augmentation, and streams that must
+          agree (samplers, initialisation) by one seed
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     sampler, loader and batch (which samplers feed training), tensor (whic
 Says      seed or epoch, the ranks that differ, the step at which the first such pass began
 Unknown   samplers that only some ranks have iterated
 Blind to  samplers of other classes; SHARD_OVERLAP judges what was consumed
+Do        give DistributedSampler the same seed on every rank, from a constant or a broadcast value, and call
+          set_epoch with the same number everywhere
 """
 
 from __future__ import annotations

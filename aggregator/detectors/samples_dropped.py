@@ -4,6 +4,8 @@ Reads     loader, batch (training passes; passes that gave nothing), sampler
 Says      how many samples of a pass are dropped, whether they are the same ones in each pass, the batch size at fault
 Unknown   passes that did not end; iterable data, whose length is not known
 Blind to  what a data set leaves out before it has a length
+Do        drop_last=False, or a batch size that divides the data; a loop that ends a pass early leaves the same
+          samples out each time unless the order is shuffled
 """
 
 from __future__ import annotations

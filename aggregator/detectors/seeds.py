@@ -4,6 +4,8 @@ Reads     rng (before the first update), seed (who called), tensor (whether rank
 Says      SEED_MISMATCH: the library, the ranks and their seeds; NOT_SEEDED: that the run can't be repeated
 Unknown   two seeded ranks that differ: any two numbers fit base + k * rank
 Blind to  generators that user code makes for itself; seeds set after the first update
+Do        call torch.manual_seed with one number on all ranks, or with base + rank, and write it down; never from a
+          clock
 """
 
 from __future__ import annotations

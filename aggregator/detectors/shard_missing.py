@@ -4,6 +4,8 @@ Reads     loader, batch, sampler, tensor (whether the ranks train one model at a
 Says      how many samples of which data set, the first of them, the pass
 Unknown   passes that did not end on every rank; iterable data; wrappers whose choice of samples is not known
 Blind to  samples held out on purpose and never evaluated: they look the same, and the finding says so
+Do        compare each rank's file list or index range with the whole; shards must be cut by rank and world size in
+          one way; `tdbg incident RUN ID` lists ids that nobody read
 """
 
 from __future__ import annotations

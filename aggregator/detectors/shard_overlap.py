@@ -4,6 +4,8 @@ Reads     loader, batch (training passes), sampler, tensor and param (which rank
 Says      the ranks, how many of their samples others consume too, the step of the first repeat
 Unknown   ranks whose relation or whose data set can't be told; random augmentation of data without ids
 Blind to  samples drawn with replacement; what lies beyond the first 1/R of a pass on each of R ranks
+Do        use a DistributedSampler (the framework must know it is distributed), or split an iterable data set by rank
+          as well as by worker; a sampler that every rank seeds for itself overlaps too
 """
 
 from __future__ import annotations

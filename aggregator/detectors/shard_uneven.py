@@ -4,6 +4,8 @@ Reads     loader, batch (training passes), event (Join), tensor and param (wheth
 Says      the ranks that stand apart, planned and consumed batches, batch sizes
 Unknown   data whose batch sizes vary on each rank by design
 Blind to  data that reaches the model without a torch DataLoader
+Do        split the data so that every rank gets as many batches, drop or pad the rest, or train under the Join
+          context manager
 """
 
 from __future__ import annotations

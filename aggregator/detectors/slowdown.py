@@ -5,6 +5,8 @@ Says      the first slow step, times before and after, the ranks whose own time 
 Unknown   fewer than 20 steps before and after; the machine got busier; the steps do more work than before
 Blind to  a rise below 30 % or 2 ms; one that began within the first 25 steps; with a CUDA device, in
           which phase: it says where the host waited
+Do        look at what begins at the step named, in the phase named (`tdbg timeline RUN`); profile one step before and
+          one after it: clocks and temperature, other processes, growing inputs, a cache that is full
 """
 
 from __future__ import annotations

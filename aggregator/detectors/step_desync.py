@@ -5,6 +5,8 @@ Says      which ranks, by how much, and from which step on; of a job that failed
           with the data when the others were not
 Unknown   steps that were inferred; models that no wrapper couples; a running or killed run's last steps
 Blind to  a step more or less that a job's end explains; ranks that Join lets run out of data
+Do        every rank must call step() as often: look for a batch that one rank skips, a loop bound by its own data
+          length, an early stop decided by a local number
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Says      ranks, from which step to which, in which phase, how much longer; as a
 Unknown   fewer than 20 steps after the first five; which of two ranks is the odd one
 Blind to  work in forward and backward of sharded models, in which waiting for peers can't be told from work; less than
           a millisecond a step; what a rank's other threads do
+Do        profile the phase named on the rank named beside a peer: its data (longer samples, slower disk), its device
+          (clock, temperature, another process on it), code that only this rank runs (logging, saving)
 """
 
 from __future__ import annotations

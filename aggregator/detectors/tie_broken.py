@@ -4,6 +4,8 @@ Reads     tensor
 Says      the two names, the ranks, the first step at which they were seen apart
 Unknown   models that no optimizer held until they had come apart
 Blind to  ties that were broken before the first catalogue; tensors that FSDP shards
+Do        tie weights again after loading or wrapping (model.tie_weights()), and replace modules on both places; an
+          optimizer that got both as separate tensors updates them apart
 """
 
 from __future__ import annotations

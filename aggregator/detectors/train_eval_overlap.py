@@ -4,6 +4,8 @@ Reads     loader, batch (training passes; passes without a backward)
 Says      how many evaluation samples training consumed too: by ids where both read one data set, else by content
 Unknown   data sets of their own whose contents change from pass to pass (augmentation); evaluation without a loader
 Blind to  duplicates that are not the same bytes; other samples of the same source (one patient, one author)
+Do        split once, by a fixed seed or by file, and give both loaders disjoint parts; look for duplicates before the
+          split
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Says      the model, the ranks, the first such evaluation and its data set; neve
 Unknown   no evaluation of a trained model was seen; data that may be training's own (statistics estimated anew, a
           measure on the training data); several runs over the same data, as Monte Carlo dropout makes them
 Blind to  what table evaluation is; single modules in train mode below a model in eval mode; rates kept elsewhere
+Do        model.eval() before evaluation and model.train() after it; under torch.no_grad() a model is still in train
+          mode
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Reads     stream (where each worker's random streams stood at its first batches)
 Says      the ranks, the stream, the workers; what was drawn from, not what was seeded
 Unknown   workers that made fewer than two batches; iterable data sets, whose workers may share a stream on purpose
 Blind to  generators deep inside user objects; the same numbers in workers of several ranks (RNG_DUPLICATED)
+Do        in worker_init_fn seed numpy, random and generators of your own from
+          torch.utils.data.get_worker_info().seed; a constant seed there makes every worker alike
 """
 
 from __future__ import annotations

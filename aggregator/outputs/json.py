@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+from ..codes import CODES
 from ..compare import Comparison
 from ..diagnose import Diagnosis
 from ..findings import Incident, Verdict
 from ..metrics import MetricRow
+from ..modes import MODES
 from ..ranks import RankRow
+from ..rulebook import Rule
 from ..timeline import Event
 
 
@@ -79,6 +82,23 @@ def diagnosis(d: Diagnosis) -> dict[str, Any]:
          "cannot_conclude": list(m.cannot_conclude), "next_checks": list(m.next_checks)}
         for m in d.modes
     ]}  # fmt: skip
+
+
+def codes(have: Collection[str]) -> dict[str, Any]:
+    """The object of `tdbg explain --json`: every code; `rule` is false where this version has none."""
+    return {"schema": "tdbg.explain/1", "codes": [
+        {"reason_code": c, "mode": m.name, "says": CODES[c], "rule": c in have} for m in MODES for c in m.codes
+    ]}  # fmt: skip
+
+
+def rule(r: Rule) -> dict[str, Any]:
+    """The object of `tdbg explain CODE --json`; `labels` are those of the detector's docstring."""
+    return {
+        "schema": "tdbg.explain/1", "reason_code": r.code, "says": r.meaning, "rule": r.rule,
+        "mode": next(m.name for m in MODES if r.code in m.codes), "file": r.file,
+        "labels": {label.lower().replace(" ", "_"): words for label, words in r.labels},
+        "needs": dict(r.needs), "settings": [asdict(s) for s in r.settings],
+    }  # fmt: skip
 
 
 def timeline(v: Verdict, events: Sequence[Event]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ Reads     step
 Says      nothing
 Unknown   never
 Blind to  all
+Do        nothing
 """
 from typing import NamedTuple
 from tdbg.aggregator.findings import Finding
@@ -148,6 +149,7 @@ def findings(rows, run):
         (("from typing import NamedTuple", "import nothing_of_that_name"), "this rule failed: ModuleNotFoundError: "),
         (("def findings", "def findings(:"), "this rule failed: SyntaxError: "),
         (("Blind to", "Never says"), "this rule failed: TypeError: "),
+        (("Do  ", "Don't  "), "this rule failed: TypeError: "),
     ],
 )  # fmt: skip
 def test_a_rule_that_fails_is_reported_and_breaks_nothing_else(
