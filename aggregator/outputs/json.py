@@ -16,6 +16,7 @@ from ..metrics import MetricRow
 from ..modes import MODES
 from ..ranks import RankRow
 from ..rulebook import Rule
+from ..scan import Scan
 from ..timeline import Event
 
 
@@ -116,6 +117,16 @@ def comparison(c: Comparison) -> dict[str, Any]:
         "metric": c.metric, "subject": c.subject, "ranks": sorted(c.ranks),
         "identity_differences": [asdict(d) for d in c.identity_differences], "why": c.why,
         "last_equal_step": c.last_equal_step, "offset": c.offset, "compared_steps": c.compared_steps,
+    }  # fmt: skip
+
+
+def scan(s: Scan) -> dict[str, Any]:
+    """The object of `tdbg scan --json`."""
+    return {
+        "schema": "tdbg.scan/1", "outcome": s.outcome, "run": s.run, "scores": s.scores, "why": s.why,
+        "runs": [{"run": r.run, "peers": r.peers, "divergences": r.divergences,
+                  "first": comparison(r.first) if r.first else None,
+                  "started_otherwise": [asdict(d) for d in r.started_otherwise]} for r in s.runs],
     }  # fmt: skip
 
 
