@@ -250,10 +250,14 @@ def _jumps(pair: Pair, exact: Sequence[Difference]) -> Iterator[Difference]:
             continue
         step = min(p.step for p in found.values())
         hit = tuple(r for r, p in found.items() if p.step == step)
+        origin = _first(exact)
         p = found[hit[0]]
+        if (
+            origin is None or origin.step >= step
+        ):  # nothing differed before, so every rank that differs now does so by it
+            hit = tuple(r for r, both in pair.numbers(kind).items() if differences(*both).get(step, 0.0) != 0.0)
         words = f"the {kind} parts by {p.size:.2g} of its size"
         words += f", where rounding had made {p.before:.2g} so far" if p.before else ""
-        origin = _first(exact)
         if origin is not None and origin.step == step - 1 and p.before == 0.0:
             yield replace(origin, words=f"{origin.words}, and from the next step on {words}")
         else:

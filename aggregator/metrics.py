@@ -18,6 +18,7 @@ class Metric:
     unit: str
     meaning: str
     where: str = "TRUE"
+    lasts: bool = False  # a row is written when it changes, and holds until the next
 
 
 _NORM = "sqrt(list_sum([x * x for x in l2 if NOT x < 0]))"
@@ -32,7 +33,7 @@ METRICS: dict[str, Metric] = {
     "grad_norm_local": Metric("grad", _NORM, "", "norm of the rank's own gradient", "stage = 'local' AND valid"),
     "clip_norm": Metric("clip", "norm", "", "norm that the clipping call returned", "NOT isnan(norm)"),
     "lr": Metric("optim", "lr", "", "learning rate of the first group, from this step on",
-                 'optimizer = 0 AND "group" = 0'),
+                 'optimizer = 0 AND "group" = 0', lasts=True),
     "step_ns": Metric("step", "step_ns", "ns", "wall time of the step", "step_ns > 0"),
     "data_ns": Metric("phase", "data_ns", "ns", "of it, waiting for data"),
     "forward_ns": Metric("phase", "forward_ns", "ns", "of it, in the root module's forward"),

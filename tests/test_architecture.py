@@ -29,13 +29,15 @@ NO_PACKAGE = {"__future__", "sitecustomize", "_frozen_importlib", "_frozen_impor
 MAY_IMPORT = {
     "launcher": {"torch", "psutil", "pynvml", "pyarrow", "tdbg.rankagent", *FORMAT},
     "rankagent": {"numpy", "torch", "pyarrow", "_tdbg_agent"},
-    "aggregator": {"duckdb", "pyarrow", "numpy", "rich", "tdbg.rankagent.probes", *FORMAT},
+    "aggregator": {"duckdb", "pyarrow", "numpy", "rich", "matplotlib", "jinja2", "tdbg.rankagent.probes", *FORMAT},
 }
 # these two without what is below them: the launcher needs the agent's folder, the reader which probe fills which table
 ITSELF_ONLY = {"tdbg.rankagent", "tdbg.rankagent.probes"}
 # module -> the only places (path prefixes) that may import it
 ONLY_IN = {
     "rich": ("aggregator/outputs/",),
+    "matplotlib": ("aggregator/outputs/",),
+    "jinja2": ("aggregator/outputs/",),
     "pyarrow": ("launcher/", "aggregator/", "rankagent/seal.py"),  # never in a rank
     "_tdbg_agent": ("rankagent/boot.py",),
     "sitecustomize": ("rankagent/bootstrap/sitecustomize.py",),

@@ -120,6 +120,11 @@ def comparison(c: Comparison) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def report(run: str, path: str, size_bytes: int) -> dict[str, Any]:
+    """The object of `tdbg report --json`."""
+    return {"schema": "tdbg.report/1", "run": run, "path": path, "bytes": size_bytes}
+
+
 def scan(s: Scan) -> dict[str, Any]:
     """The object of `tdbg scan --json`."""
     return {

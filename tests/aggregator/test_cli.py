@@ -243,7 +243,9 @@ def test_a_reader_that_stops_reading_is_no_error(templates: Path) -> None:
 
 
 def test_a_wrong_command_line_is_reported_before_anything_heavy_is_imported() -> None:
-    code = "import sys, tdbg.aggregator.cli; print(sorted({'duckdb', 'pyarrow', 'rich', 'torch'} & set(sys.modules)))"
+    code = ("import sys; from tdbg.aggregator.cli import parser; parser(); "
+            "print(sorted({'duckdb', 'jinja2', 'matplotlib', 'pyarrow', 'rich', 'torch'}"
+            " & set(sys.modules)))")  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 

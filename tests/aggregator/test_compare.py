@@ -150,3 +150,12 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_said() -> None:
     assert (changed.a, changed.b) == ("64 bytes, crc32 0000000a", "64 bytes, crc32 0000000b")
     b.connection.execute("UPDATE checkpoint SET digest = 10")
     assert _compare(a, b).identity_differences == ()
+
+
+def test_a_small_part_of_a_jump_on_another_rank_names_that_rank_too() -> None:
+    both = _change("UPDATE loss SET total = total * (1 + 0.1 * rank + 1e-6) WHERE step >= 12")
+    said = _compare(healthy(2), both)
+    assert (said.outcome, said.first_step, said.ranks) == ("DIVERGED", 12, (0, 1))
+    before = "UPDATE loss SET total = total * (1 + 1e-7) WHERE step = 9 AND rank = 0"
+    noisy = _change("UPDATE loss SET total = total * (1 + 0.1 * rank + 1e-7) WHERE step >= 12", before)
+    assert _compare(healthy(2), noisy).ranks == (1,)  # rank 0 differs by rounding, as it did before

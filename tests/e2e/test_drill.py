@@ -19,7 +19,7 @@ def drill(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["kill", "launcher", "full-disk", "hang", "leak", "straggler"])
+@pytest.mark.parametrize("name", ["kill", "launcher", "full-disk", "hang", "leak", "straggler", "compare"])
 def test_a_run_of_each_drill_misses_nothing(name: str) -> None:
     code, said = drill(name, "--times", "1", "--seed", "11")
     assert code == 0, said
