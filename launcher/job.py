@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +47,7 @@ def of_torchrun(args: Namespace, argv: Sequence[str], env: Mapping[str, str], to
         nproc_per_node=str(getattr(args, "nproc_per_node", "")),
         max_restarts=int(getattr(args, "max_restarts", 0)),
         nodes=nodes,
-        node=rundir.node_index(env, node_rank, nodes, socket.gethostname()),
+        node=rundir.node_index(env, node_rank, nodes, f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"),
         shared_id=rundir.shared_id(env, str(getattr(args, "rdzv_id", "")), endpoint, script) if nodes > 1 else "",
         torch=torch,
     )

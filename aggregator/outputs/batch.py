@@ -1,8 +1,10 @@
-"""A scanned batch of runs as plain lines."""
+"""Several runs as plain lines: a scanned batch, a merged run."""
 
 from __future__ import annotations
 
+from ..merge import Merged
 from ..scan import Scan
+from ..wording import counted, ranks_text, spans
 from .clean import clean
 from .text import table
 
@@ -20,4 +22,13 @@ def scanned(s: Scan) -> str:
         if r.started_otherwise:
             cells = ((d.key, d.a or "-", d.b or "-") for d in r.started_otherwise)
             lines += ["", table((f"{clean(r.run)} alone was started with", "this run", "the others"), cells)]
+    return "\n".join(lines)
+
+
+def merged(m: Merged) -> str:
+    """What was made, and what it lacks."""
+    lines = [f"{clean(m.path)}: run {clean(m.run)}, nodes {spans(m.nodes)}, {ranks_text(m.ranks)}, "
+             f"{counted(m.files, 'file')} of {counted(len(m.sources), 'folder')}"]  # fmt: skip
+    if m.missing_nodes:
+        lines.append(f"  {counted(m.missing_nodes, 'node')} of the job missing: what it recorded stays unknown")
     return "\n".join(lines)

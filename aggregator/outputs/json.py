@@ -12,6 +12,7 @@ from ..codes import CODES
 from ..compare import Comparison
 from ..diagnose import Diagnosis
 from ..findings import Incident, Verdict
+from ..merge import Merged
 from ..metrics import MetricRow
 from ..modes import MODES
 from ..ranks import RankRow
@@ -117,6 +118,15 @@ def comparison(c: Comparison) -> dict[str, Any]:
         "metric": c.metric, "subject": c.subject, "ranks": sorted(c.ranks),
         "identity_differences": [asdict(d) for d in c.identity_differences], "why": c.why,
         "last_equal_step": c.last_equal_step, "offset": c.offset, "compared_steps": c.compared_steps,
+    }  # fmt: skip
+
+
+def merged(m: Merged) -> dict[str, Any]:
+    """The object of `tdbg merge --json`."""
+    return {
+        "schema": "tdbg.merge/1", "run": m.run, "path": str(m.path), "sources": [str(s) for s in m.sources],
+        "nodes": list(m.nodes), "ranks": list(m.ranks), "world_size": m.world_size, "files": m.files,
+        "missing_nodes": m.missing_nodes,
     }  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def test_the_node_has_torchruns_index_the_schedulers_or_one_from_its_name() -> N
     assert rundir.node_index({"SLURM_NODEID": "4"}, None, 8, "h") == 4
     named = rundir.node_index({}, None, 8, "h")
     assert named == rundir.node_index({}, None, 8, "h") != rundir.node_index({}, None, 8, "g")
-    assert 10_000 <= named < 100_000
+    assert 10_000 <= named < 2**31
+    many = {rundir.node_index({}, None, 1000, f"host {pid} 17") for pid in range(1000)}
+    assert len(many) == 1000  # two launchers with one index would write one file
 
 
 def test_run_folders_are_private(tmp_path: Path) -> None:
