@@ -20,7 +20,7 @@ from .wrong_use import WrongUse
 # In the order of the help: what there is, what is wrong with it, the numbers, several runs, handing it on.
 COMMANDS = (
     "runs", "verdicts", "incidents", "incident", "diagnose", "explain", "ranks", "metrics", "timeline", "sql",
-    "compare", "scan", "watch", "report", "merge",
+    "compare", "scan", "watch", "report", "export", "merge",
 )  # fmt: skip
 EXIT_STATUS = """exit status: 0 done; 1 only with --exit-code and an incident of severity warning or critical;
 2 a wrong command line; 3 a run that is missing or unreadable"""

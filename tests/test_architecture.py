@@ -25,11 +25,24 @@ FORMAT = {f"tdbg.rankagent.{m}" for m in ("contract", "tables", "nodetables", "r
 # modules that are no package: the interpreter's own, and the user's
 NO_PACKAGE = {"__future__", "sitecustomize", "_frozen_importlib", "_frozen_importlib_external"}
 
+# libraries of the exporters: each is imported in its own exporter, when that is asked for
+TRACKERS = ("mlflow", "opentelemetry", "prometheus_client", "tensorboard", "wandb")
+
 # package -> modules it may import beside the standard library and itself; a name stands for all below it
 MAY_IMPORT = {
     "launcher": {"torch", "psutil", "pynvml", "pyarrow", "tdbg.rankagent", *FORMAT},
     "rankagent": {"numpy", "torch", "pyarrow", "_tdbg_agent"},
-    "aggregator": {"duckdb", "pyarrow", "numpy", "rich", "matplotlib", "jinja2", "tdbg.rankagent.probes", *FORMAT},
+    "aggregator": {
+        "duckdb",
+        "pyarrow",
+        "numpy",
+        "rich",
+        "matplotlib",
+        "jinja2",
+        *TRACKERS,
+        "tdbg.rankagent.probes",
+        *FORMAT,
+    },
 }
 # these two without what is below them: the launcher needs the agent's folder, the reader which probe fills which table
 ITSELF_ONLY = {"tdbg.rankagent", "tdbg.rankagent.probes"}
@@ -38,6 +51,7 @@ ONLY_IN = {
     "rich": ("aggregator/outputs/",),
     "matplotlib": ("aggregator/outputs/",),
     "jinja2": ("aggregator/outputs/",),
+    **dict.fromkeys(TRACKERS, ("aggregator/outputs/exporters/",)),
     "pyarrow": ("launcher/", "aggregator/", "rankagent/seal.py"),  # never in a rank
     "_tdbg_agent": ("rankagent/boot.py",),
     "sitecustomize": ("rankagent/bootstrap/sitecustomize.py",),

@@ -11,6 +11,7 @@ from typing import Any
 from ..codes import CODES
 from ..compare import Comparison
 from ..diagnose import Diagnosis
+from ..exporting import Exported
 from ..findings import Incident, Verdict
 from ..merge import Merged
 from ..metrics import MetricRow
@@ -119,6 +120,11 @@ def comparison(c: Comparison) -> dict[str, Any]:
         "identity_differences": [asdict(d) for d in c.identity_differences], "why": c.why,
         "last_equal_step": c.last_equal_step, "offset": c.offset, "compared_steps": c.compared_steps,
     }  # fmt: skip
+
+
+def exported(run: str, to: str, path: str, e: Exported) -> dict[str, Any]:
+    """The object of `tdbg export --json`."""
+    return {"schema": "tdbg.export/1", "run": run, "to": to, "path": path, "rows": e.points, "status": e.status}
 
 
 def merged(m: Merged) -> dict[str, Any]:
